@@ -1,0 +1,53 @@
+"""The whole job: one section per room, one file per job."""
+
+from pydantic import Field, model_validator
+
+from equigrad.config.base import Section
+from equigrad.config.checkpoint import Checkpoint
+from equigrad.config.data import Batch, Data
+from equigrad.config.layout import Layout
+from equigrad.config.memory import Memory
+from equigrad.config.model import Model
+from equigrad.config.numerics import Numerics
+from equigrad.config.observe import Observe
+from equigrad.config.optim import Optim
+from equigrad.config.train import Train
+
+
+class Job(Section):
+    """Everything that decides what a run computes."""
+
+    name: str = Field("job", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; its folder is ``runs/<name>`` unless ``--run`` says otherwise."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of initial weights and data order."""
+    train: Train = Train()
+    data: Data = Data()
+    batch: Batch = Batch()
+    model: Model = Model()
+    optim: Optim = Optim()
+    layout: Layout = Layout()
+    numerics: Numerics = Numerics()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Job":
+        if self.batch.row_tokens < self.data.context:
+            raise ValueError(
+                f"batch.row_tokens {self.batch.row_tokens} is smaller than data.context {self.data.context}:"
+                " a whole sample must fit into a row"
+            )
+        if self.batch.tokens is not None and self.batch.tokens < self.data.context:
+            raise ValueError(
+                f"batch.tokens {self.batch.tokens} is smaller than data.context {self.data.context}:"
+                " a whole sample must fit into a step"
+            )
+        # A model.weights folder brings its own limit, checked once it is read.
+        if self.model.weights is None and self.data.context > self.model.max_position_embeddings:
+            raise ValueError(
+                f"data.context {self.data.context} is longer than the model allows:"
+                f" model.max_position_embeddings is {self.model.max_position_embeddings}"
+            )
+        return self

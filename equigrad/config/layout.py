@@ -1,0 +1,59 @@
+"""How the work is divided over processes. The answer does not depend on it."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from equigrad.config.base import Section
+
+
+class Layout(Section):
+    """World size = dp_replicate x dp_shard x cp x tp x pp; ep borrows ranks of dp_shard x cp."""
+
+    dp_replicate: int = Field(1, ge=1)
+    """Data-parallel copies of the model."""
+    dp_shard: int = Field(1, ge=1)
+    """Ranks over which one copy of parameters, gradients and optimizer state is sharded (FSDP2)."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel degree."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel degree."""
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel degree."""
+    ep: int = Field(1, ge=1)
+    """Expert-parallel degree."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass and gather them again in the backward pass."""
+    reduce_every_round: bool = False
+    """Reduce gradients after every round of rows (less memory), else once per step (less communication)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; ``auto`` is CUDA where there is a GPU for each local rank, else the CPU."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads per process; by default ``$OMP_NUM_THREADS``, else the cores divided by the local processes."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds after which a collective that some rank never joins is an error."""
+
+    @property
+    def data_lanes(self) -> int:
+        """Groups of ranks that each compute rows of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.data_lanes * self.cp * self.tp * self.pp
+
+    def describe(self) -> str:
+        """The product of degrees, for messages."""
+        degrees = {n: getattr(self, n) for n in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+        return " x ".join(f"{n} {d}" for n, d in degrees.items()) + f" = {self.world_size}"
+
+    @model_validator(mode="after")
+    def _supported(self) -> "Layout":
+        later = [n for n in ("cp", "tp", "pp", "ep") if getattr(self, n) > 1]
+        if later:
+            raise ValueError(
+                f"{', '.join(f'{n} {getattr(self, n)}' for n in later)}: this release divides work by dp_replicate and"
+                " dp_shard only; leave cp, tp, pp and ep at 1"
+            )
+        return self

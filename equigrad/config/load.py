@@ -1,0 +1,219 @@
+"""From a TOML file and dotted overrides to a checked job, and back. Errors name the file, the key and a fix."""
+
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from equigrad.config.base import Section
+from equigrad.config.job import Job
+from equigrad.errors import UserError
+
+QUICKSTART = Path(__file__).parent / "quickstart.toml"
+
+
+def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
+    """The job of a TOML file (None: the embedded quickstart) with ``--section.key value`` overrides applied.
+
+    Raises ``UserError`` for a file that cannot be read, unknown keys, wrong types and impossible values.
+    """
+    path = path or QUICKSTART
+    tree = read_toml(path)
+    origin: dict[str, str] = {}
+    for key, text in parse_overrides(overrides):
+        set_key(tree, key, override_value(key, text), origin)
+    return make_job(tree, str(path), origin)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; ``UserError`` with file and line where that fails."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no job file at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read job file {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def make_job(tree: dict[str, Any], file: str, origin: dict[str, str] | None = None) -> Job:
+    """Check a tree of plain values. ``origin`` tells which keys came from the command line."""
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(e, file, origin or {}) for e in error.errors()]
+        raise UserError("\n".join(lines)) from None
+
+
+def _explain(error: Any, file: str, origin: dict[str, str]) -> str:
+    loc = [part for part in error["loc"] if not (isinstance(part, str) and "[" in part)]
+    key = ".".join(map(str, loc))
+    where = origin.get(key, file)
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key {key!r}{nearest(key)}"
+    message = error["msg"].removeprefix("Value error, ")
+    given = error.get("input")
+    shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
+    return f"{where}: {key}: {message}{shown}" if key else f"{where}: {message}"
+
+
+def nearest(key: str) -> str:
+    """A hint at the valid key closest to an unknown one."""
+    keys = [name for name, _ in walk(Job)]
+    leaf = key.rpartition(".")[2]
+    close = difflib.get_close_matches(key, keys, 1, 0.75) or [k for k in keys if k.rpartition(".")[2] == leaf]
+    close = close or difflib.get_close_matches(key, keys, 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else "; `equigrad train --help` lists every key"
+
+
+def walk(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of the tree as (dotted key, field); sections themselves are not listed, their fields are."""
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner is not None and field.annotation is inner:
+            yield from walk(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+            if inner is not None and not _is_list(field.annotation):
+                yield from walk(inner, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section inside an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
+    if isinstance(annotation, type) and not typing.get_args(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_of(a) for a in typing.get_args(annotation))
+    return next((f for f in found if f is not None), None)
+
+
+def _is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is list
+
+
+def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Split ``--a.b value`` and ``--a.b=value`` into (key, text) pairs."""
+    pairs, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise UserError(f"unexpected argument {word!r}; overrides look like --section.key value")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise UserError(f"--{key} needs a value")
+            text = rest.pop(0)
+        pairs.append((key, text))
+    return pairs
+
+
+def override_value(key: str, text: str) -> Any:
+    """The value of an override: TOML, ``none`` for an optional key, or the bare text where the key takes a string."""
+    field = dict(walk(Job)).get(key)
+    kinds = _kinds(field.annotation) if field is not None else set()
+    if text.lower() in ("none", "null") and type(None) in kinds:
+        return None
+    if kinds & {str} and not kinds & {int, float, bool}:
+        return _toml(text) if text[:1] in "\"'" and text[:1] else text
+    value = _toml(text)
+    return text if value is None else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types that an annotation admits; a ``Literal`` of strings admits ``str``."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(v) for v in typing.get_args(annotation)}
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return set().union(*(_kinds(a) for a in typing.get_args(annotation)))
+    return {typing.get_origin(annotation) or annotation}
+
+
+def _toml(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"true": True, "false": False}.get(text.lower())
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any, origin: dict[str, str]) -> None:
+    """Put a value at a dotted key, making the tables on the way; ``None`` takes the key out."""
+    *path, leaf = key.split(".")
+    node: Any = tree
+    for part in path:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise UserError(f"--{key}: {part!r} is not a section{nearest(key)}")
+    if value is None:
+        node.pop(leaf, None)
+    elif isinstance(value, dict) and isinstance(node.get(leaf), dict):
+        node[leaf].update(value)
+    else:
+        node[leaf] = value
+    origin[key] = "command line"
+
+
+def dump_toml(section: Section) -> str:
+    """The whole section as TOML text that reads back to the same values; keys without a value are left out."""
+    lines: list[str] = []
+    _dump_table(section.model_dump(exclude_none=True), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _dump_table(table: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    lines += [f"{k} = {_toml_value(v)}" for k, v in table.items() if not isinstance(v, dict)]
+    for key, inner in table.items():
+        if isinstance(inner, dict):
+            lines += ["", f"[{prefix}{key}]"]
+            _dump_table(inner, f"{prefix}{key}.", lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """A field's type as a reader would write it."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(json.dumps(v) for v in typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType):
+        return " | ".join(type_name(a) for a in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (list, tuple):
+        return f"[{', '.join(type_name(a) for a in typing.get_args(annotation))}]"
+    return {"NoneType": "none", "str": "text", "bool": "true | false"}.get(annotation.__name__, annotation.__name__)
+
+
+def default_text(field: FieldInfo) -> str:
+    """A field's default as TOML."""
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return "none"
+    if isinstance(default, list) and default and isinstance(default[0], Section):
+        return _toml_value([d.model_dump(exclude_defaults=True) for d in default])
+    return "{}" if isinstance(default, Section) else _toml_value(default)
+
+
+def help_text() -> str:
+    """Every key of the job with its type, default and meaning."""
+    lines = []
+    for key, field in walk(Job):
+        doc = " ".join((field.description or "").split()).replace("``", "")
+        lines.append(f"  --{key} {{{type_name(field.annotation)}}}  (default: {default_text(field)})\n        {doc}")
+    return "\n".join(lines)

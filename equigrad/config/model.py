@@ -1,0 +1,121 @@
+"""The shape of the decoder. Field names are those of Hugging Face ``config.json``."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from equigrad.config.base import Section
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched to longer contexts; names and meaning as in ``transformers``."""
+
+    kind: Literal["linear", "dynamic", "yarn", "llama3"]
+    """Which rule."""
+    factor: float = Field(1.0, ge=1.0)
+    """How many times longer than the original context."""
+    original_max_position_embeddings: int | None = Field(None, ge=1)
+    """Context before scaling (``yarn``, ``llama3``)."""
+    low_freq_factor: float = 1.0
+    """``llama3``: wavelengths above original / low_freq_factor are divided by ``factor``."""
+    high_freq_factor: float = 4.0
+    """``llama3``: wavelengths below original / high_freq_factor stay."""
+    beta_fast: float = 32.0
+    """``yarn``: rotations above which a dimension is not interpolated."""
+    beta_slow: float = 1.0
+    """``yarn``: rotations below which a dimension is fully interpolated."""
+    attention_factor: float | None = None
+    """``yarn``: scale of the rotary table; by default 0.1 ln(factor) + 1."""
+    mscale: float | None = None
+    """``yarn``: numerator term of the default attention factor."""
+    mscale_all_dim: float | None = None
+    """``yarn``: denominator term of the default attention factor."""
+    truncate: bool = True
+    """``yarn``: round the correction range to whole dimensions."""
+
+
+class Model(Section):
+    """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    weights: str | None = None
+    """Start from these weights: a Hugging Face folder, a run folder or a checkpoint folder. The shape then comes from
+    there, and shape fields given here as well must agree with it."""
+    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    """Hugging Face family that imports and exports go by; it decides nothing about the shape."""
+    vocab_size: int | None = Field(None, ge=2)
+    """Rows of the embedding; by default the tokenizer's vocabulary."""
+    hidden_size: int = Field(256, ge=1)
+    """Width of the residual stream."""
+    intermediate_size: int = Field(704, ge=1)
+    """Width inside the feed-forward block."""
+    num_hidden_layers: int = Field(4, ge=1)
+    """Number of blocks."""
+    num_attention_heads: int = Field(4, ge=1)
+    """Query heads."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """Key and value heads; by default as many as query heads."""
+    head_dim: int | None = Field(None, ge=2)
+    """Width of a head; by default hidden_size / num_attention_heads."""
+    attention_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2: true)."""
+    output_bias: bool = False
+    """Bias on the attention output projection (Llama with ``attention_bias`` has it, Qwen2 has not)."""
+    mlp_bias: bool = False
+    """Bias on the feed-forward projections."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head (Qwen3: true)."""
+    tie_word_embeddings: bool = True
+    """Use the embedding as the output head."""
+    rms_norm_eps: float = Field(1e-6, gt=0)
+    """Added to the mean square before the root."""
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Long-context scaling of the rotary frequencies."""
+    max_position_embeddings: int = Field(2048, ge=1)
+    """Longest context the model allows."""
+    sliding_window: int | None = Field(None, ge=1)
+    """A query sees this many latest tokens (itself included) in sliding layers; none: full attention everywhere."""
+    full_attention_layers: list[int] = []
+    """Layers that keep full attention although ``sliding_window`` is set."""
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of initial weights; output projections are divided by sqrt(2 num_hidden_layers)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, the default applied."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head, the default applied."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding in a resolved job."""
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size is not resolved yet: it comes from the tokenizer")
+        return self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, or None for full attention."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "Model":
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads};"
+                " set head_dim or change one of them"
+            )
+        if self.num_attention_heads % self.kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.kv_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+        if any(not 0 <= layer < self.num_hidden_layers for layer in self.full_attention_layers):
+            raise ValueError(f"full_attention_layers must lie in 0..{self.num_hidden_layers - 1}")
+        return self

@@ -1,0 +1,73 @@
+"""Where a rank's local tensor lies within the global tensor of that name.
+
+Checkpoints, digests, norms and exports read this and nothing else: none guesses from local shapes.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One box of a global tensor.
+
+    name:        of the parameter (or state) in the whole model
+    shape:       global shape
+    offset:      global index of the box's first element, per dimension
+    local_shape: extent of the box; any of them may be 0
+    replica:     0 on the one rank that counts, hashes and saves this box; 1, 2, ... on ranks that hold a copy
+
+    Example: row-sharded over 2 ranks, the [5, 3] weight ``w`` is on rank 1
+    ``Placement("w", (5, 3), (3, 0), (2, 3), 0)``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    replica: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements in the local box."""
+        return math.prod(self.local_shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A local tensor together with its place. ``tensor.shape == placement.local_shape`` always."""
+
+    placement: Placement
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.placement.local_shape:
+            raise ValueError(f"{self.placement} does not describe a local tensor of shape {tuple(self.tensor.shape)}")
+
+
+def place(name: str, tensor: Tensor) -> Placed:
+    """The local part of a plain (whole, the same on every rank of rank 0's value) or distributed tensor."""
+    if not isinstance(tensor, DTensor):
+        shape = tuple(tensor.shape)
+        return Placed(Placement(name, shape, (0,) * len(shape), shape), tensor.detach())
+    local = tensor.to_local().detach()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:
+        offset = (0,) * len(shape)
+    replica = 0
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    for index, size, kind in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if kind.is_replicate():
+            replica = replica * size + index
+    return Placed(Placement(name, tuple(tensor.shape), tuple(offset), tuple(shape), replica), local)
+
+
+def place_all(named: Iterable[tuple[str, Tensor]]) -> dict[str, Placed]:
+    """``place`` for every named tensor, in name order."""
+    return {name: place(name, tensor) for name, tensor in sorted(named)}

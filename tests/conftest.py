@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `transformers` or `datasets` load: no test may reach a hub
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], Workers]]:
+    """``workers(n)``: a pool of n gloo ranks, started on first use and kept for the session."""
+    pools: dict[int, Workers] = {}
+
+    def pool(size: int) -> Workers:
+        if size not in pools:
+            pools[size] = Workers(size)
+        return pools[size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tokenised sources of tests stay out of the user's cache."""
+    os.environ["EQUIGRAD_CACHE"] = str(tmp_path_factory.mktemp("cache"))

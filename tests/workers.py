@@ -1,0 +1,76 @@
+"""Real gloo processes for tests, started once per session: send them a function, get back what each rank returned."""
+
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while (message := pipe.recv_bytes()) != b"stop":
+        try:
+            function, args, kwargs = pickle.loads(message)
+            reply = ("value", function(*args, **kwargs))
+        except BaseException:
+            reply = ("error", traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(reply))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Workers:
+    """A pool of ``size`` ranks. ``run(f, *args)`` calls ``f`` on every rank; ``f`` is a module-level function."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self.size, self._folder = size, tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+        """The results in rank order. A rank that raises, dies or is silent for ``timeout`` seconds fails the call."""
+        message = pickle.dumps((function, args, kwargs))
+        for pipe in self._pipes:
+            pipe.send_bytes(message)
+        replies = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+            replies.append(pickle.loads(pipe.recv_bytes()))
+        errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(replies) if kind == "error"]
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [value for _, value in replies]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send_bytes(b"stop")
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
