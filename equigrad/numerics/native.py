@@ -1,0 +1,270 @@
+"""The native op set: PyTorch's fastest kernels, equal across layouts up to rounding.
+
+Matrix products and attention compute in ``dtype``; norms, rotary tables and the loss compute in float32. Every
+backward pass is written out, for three reasons: the gradients of input and weight stay separate, sums of gradients
+have one order, and less is saved and fewer passes over memory are made than autograd would.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.ops import RotaryTable
+from equigrad.numerics.row import Row
+
+# Logits are made in chunks of about this many elements (8 MB in float32), but of at least 256 tokens, so that the
+# product stays efficient.
+_CHUNK_ELEMENTS = 1 << 21
+
+
+class NativeOps:
+    """See ``equigrad.numerics.ops.Ops`` for shapes and meaning."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, saved_logits_bytes: int = 256 << 20) -> None:
+        self.dtype = dtype
+        self.saved_logits_bytes = saved_logits_bytes
+
+    def embedding(self, ids: Tensor, weight: Tensor, row: Row) -> Tensor:
+        return _Embedding.apply(ids, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+        return _Linears.apply(x, self.dtype, weight, bias)[0]
+
+    def linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
+    ) -> tuple[Tensor, ...]:
+        pairs = [t for pair in zip(weights, biases, strict=True) for t in pair]
+        return _Linears.apply(x, self.dtype, *pairs)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
+        return _Norm.apply(x, weight, eps)
+
+    def rotary_table(self, frequencies: Tensor, scale: float, row: Row) -> RotaryTable:
+        if frequencies.ndim == 2:
+            lengths = torch.tensor(row.lengths, device=frequencies.device)
+            frequencies = frequencies.repeat_interleave(lengths, 0)
+        angles = row.positions[:, None].float() * frequencies
+        return angles.cos() * scale, angles.sin() * scale
+
+    def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
+        return _Rotary.apply(x, *table)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
+        if row.cache is not None:
+            return row.cache.attention(q, k, v, layer, window, row)
+        return packed_attention(q, k, v, row.lengths, window)
+
+    def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
+        return _Gated.apply(gate, up)
+
+    def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:
+        return a + b
+
+    def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+        return _Fork.apply(x)
+
+    def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:
+        return _CrossEntropy.apply(x, weight, labels, self.dtype, self.saved_logits_bytes)
+
+
+# Gradients of a product, apart from each other: what a split-backward pipeline schedule calls at different times.
+def _input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    return dy @ weight.to(dy.dtype)
+
+
+def _linear_weight_gradient(dy: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    return (dy.t() @ x).to(like.dtype)
+
+
+class _Linears(torch.autograd.Function):
+    """One input, several weights (and biases): ``pairs`` is weight, bias, weight, bias, ..."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+        xq = x.to(dtype)
+        outputs = []
+        for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
+            assert weight is not None
+            wt = weight.to(dtype).t()
+            outputs.append(xq @ wt if bias is None else torch.addmm(bias.to(dtype), xq, wt))
+        ctx.save_for_backward(xq, *pairs)
+        ctx.x_dtype = x.dtype
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        xq, *pairs = ctx.saved_tensors
+        dx: Tensor | None = None
+        gradients: list[Tensor | None] = []
+        for index, dy in enumerate(dys):
+            weight, bias = pairs[2 * index], pairs[2 * index + 1]
+            needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
+            if ctx.needs_input_grad[0]:
+                dx = _input_gradient(dy, weight) if dx is None else dx.addmm_(dy, weight.to(dy.dtype))
+            gradients += [
+                weight_gradient(weight, lambda dy=dy, w=weight: _linear_weight_gradient(dy, xq, w))
+                if needs_weight
+                else None,
+                weight_gradient(bias, lambda dy=dy, b=bias: dy.sum(0, dtype=b.dtype)) if needs_bias else None,
+            ]
+        return (None if dx is None else dx.to(ctx.x_dtype), None, *gradients)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+        ids, weight = ctx.saved_tensors
+        return None, weight_gradient(weight, lambda: torch.zeros_like(weight).index_add_(0, ids, dy.to(weight.dtype)))
+
+
+class _Norm(torch.autograd.Function):
+    """Computes in float32 and saves the input and one scalar a row; Zhang and Sennrich, arXiv 1910.07467."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        xf = x.float()
+        rms = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+        inverse = rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (xf * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy = dy.float()
+        unit = x.float() * inverse
+        product = dy * unit
+        # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a matrix-vector product of dy*unit and w
+        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze_(-1)
+        dx = torch.addcmul(dy * weight, unit, mean, value=-1).mul_(inverse)
+        dw = weight_gradient(weight, lambda: product.flatten(0, -2).sum(0).to(weight.dtype))
+        return dx.to(x.dtype), dw, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Rotate the halves (a, b) of the last dimension to (a cos - sign b sin, b cos + sign a sin)."""
+    y = torch.empty_like(x)
+    (a, b), (ya, yb) = x.chunk(2, -1), y.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    torch.mul(a, cos, out=ya).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=yb).addcmul_(a, sin, value=sign)
+    return y
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _rotate(dy.contiguous(), *ctx.saved_tensors, -1.0), None, None
+
+
+class _Gated(torch.autograd.Function):
+    """Saves gate and up only; silu(gate) is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dup = F.silu(gate).mul_(dy)
+        return torch.ops.aten.silu_backward(dy * up, gate), dup
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first + second
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Chunked over tokens. The unnormalised probabilities are kept while they fit the budget, else made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int
+    ) -> Tensor:
+        xq, wq = x.to(dtype), weight.to(dtype)
+        tokens, vocab = x.shape[0], weight.shape[0]
+        keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
+        kept = torch.empty(tokens if keep else 0, vocab, device=x.device)
+        loss, inverse = torch.empty(2, tokens, device=x.device)
+        log_sum = torch.empty(tokens, device=x.device)
+        for part in _chunks(tokens, vocab):
+            logits = _logits(xq[part], wq, kept[part] if keep else None)
+            label = logits.gather(1, labels[part, None]).squeeze(1)
+            top = logits.amax(1)
+            total = logits.sub_(top[:, None]).exp_().sum(1)
+            torch.add(top, total.log(), out=log_sum[part])
+            torch.sub(log_sum[part], label, out=loss[part])
+            torch.reciprocal(total, out=inverse[part])
+        ctx.save_for_backward(xq, weight, labels, kept, inverse, log_sum)
+        ctx.keep, ctx.x_dtype = keep, x.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        xq, weight, labels, kept, inverse, log_sum = ctx.saved_tensors
+        wq = weight.to(xq.dtype)
+        dx = torch.empty_like(xq) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for part in _chunks(len(labels), len(weight)):
+            if ctx.keep:
+                dlogits = kept[part] * (inverse[part] * dloss[part])[:, None]
+            else:
+                dlogits = _logits(xq[part], wq, None).sub_(log_sum[part, None]).exp_().mul_(dloss[part, None])
+            dlogits.scatter_add_(1, labels[part, None], -dloss[part, None])
+            dlogits = dlogits.to(xq.dtype)
+            if dx is not None:
+                torch.mm(dlogits, wq, out=dx[part])
+            if dw is not None:
+                _accumulate_product(dw, dlogits.t(), xq[part])
+        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
+
+
+def _chunks(tokens: int, vocab: int) -> list[slice]:
+    size = max(256, _CHUNK_ELEMENTS // vocab)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _logits(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """Float32 logits [t, V] of a chunk, written into ``out`` if given."""
+    if x.dtype == torch.float32:
+        return torch.mm(x, weight.t(), out=out)
+    logits = x @ weight.t()
+    return logits.float() if out is None else out.copy_(logits)
+
+
+def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
