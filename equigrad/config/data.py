@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 
+DEFAULT_TOKENS = 16384
+"""Token budget of a step where the job sets neither ``batch.tokens`` nor ``batch.samples``."""
+
 
 class Source(Section):
     """One source of documents. A bare string in ``data.sources`` is short for ``{path = "..."}``."""
@@ -37,7 +40,7 @@ class Tokenizer(Section):
     kind: Literal["bytes", "bpe", "file"] = "bpe"
     """``bytes``: one token a byte. ``bpe``: byte-level BPE, trained on the training documents when the run starts.
     ``file``: a ``tokenizer.json`` or a folder that holds one."""
-    vocab_size: int = Field(2048, ge=258)
+    vocab_size: int = Field(2048, ge=259)
     """Vocabulary of a BPE trained here, special tokens included."""
     path: str | None = None
     """The ``tokenizer.json`` (or its folder) for ``kind = "file"``."""
@@ -81,13 +84,19 @@ class Batch(Section):
     """Which samples make one step, and how they are packed into rows. Independent of the number of ranks."""
 
     tokens: int | None = Field(None, ge=1)
-    """Most tokens of one step, over all ranks: samples are taken in order while they fit (at least one)."""
+    """Most tokens of one step, over all ranks: samples are taken in order while they fit (at least one). By default
+    16384, where ``samples`` is not given either."""
     samples: int | None = Field(None, ge=1)
     """Number of samples of one step, over all ranks, instead of ``tokens``."""
     row_tokens: int = Field(4096, ge=1)
     """Most tokens of one row: what one data lane computes in one forward and backward. At least ``data.context``."""
     packing: Literal["best_fit", "first_fit"] = "best_fit"
     """How samples, longest first, choose their row: the fullest one that has room, or the first."""
+
+    @property
+    def budget(self) -> int:
+        """The token budget, the default applied; it does not hold where ``samples`` is set."""
+        return self.tokens or DEFAULT_TOKENS
 
     @model_validator(mode="after")
     def _one_budget(self) -> "Batch":

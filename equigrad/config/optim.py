@@ -24,6 +24,8 @@ class Optim(Section):
     """Largest global gradient norm; a larger gradient is scaled down to it. 0: no clipping."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up. ``wsd``: stable, then a linear decay over the last ``decay_fraction`` of the steps."""
+    schedule_steps: int | None = Field(None, ge=1)
+    """Length of the schedule in steps; by default ``train.steps``. Give it to run a schedule in several parts."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which the learning rate grows linearly to its peak."""
     decay_fraction: float = Field(0.2, gt=0, le=1)

@@ -208,9 +208,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Chunked over tokens. The unnormalised probabilities are kept while they fit the budget, else made again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
         xq, wq = x.to(dtype), weight.to(dtype)
         tokens, vocab = x.shape[0], weight.shape[0]
         keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget

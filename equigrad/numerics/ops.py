@@ -71,7 +71,7 @@ class Ops(Protocol):
         ...
 
     def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:
-        """``-log softmax(x weight^T)[label]`` per token: ``x`` [T, H], ``weight`` [V, H], ``labels`` [T] -> [T] float32.
+        """``-log softmax(x weight^T)[label]`` per token, float32 [T]: ``x`` [T, H], ``weight`` [V, H], ``labels`` [T].
 
         Never holds more logits than a budget, whatever T and V are.
         """

@@ -31,7 +31,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def splitmix64(counter: Tensor, stream: int) -> Tensor:
-    """Output number ``counter`` (int64, from 0) of SplitMix64 seeded with ``stream``: int64 tensor of 64 random bits."""
+    """Output number ``counter`` (int64, from 0) of SplitMix64 seeded with ``stream``: 64 random bits as int64."""
     x = (counter + 1) * _signed(_GOLDEN) + _signed(stream)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)

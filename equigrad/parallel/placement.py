@@ -5,12 +5,9 @@ Checkpoints, digests, norms and exports read this and nothing else: none guesses
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,26 @@ class Placed:
         if tuple(self.tensor.shape) != self.placement.local_shape:
             raise ValueError(f"{self.placement} does not describe a local tensor of shape {tuple(self.tensor.shape)}")
 
+    def renamed(self, name: str) -> "Placed":
+        """The same tensor in the same place, under another name."""
+        return Placed(replace(self.placement, name=name), self.tensor)
+
 
 def place(name: str, tensor: Tensor) -> Placed:
     """The local part of a plain (whole, the same on every rank of rank 0's value) or distributed tensor."""
-    if not isinstance(tensor, DTensor):
+    if not hasattr(tensor, "device_mesh"):  # only a DTensor has one; importing its module takes most of a second
         shape = tuple(tensor.shape)
         return Placed(Placement(name, shape, (0,) * len(shape), shape), tensor.detach())
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
     local = tensor.to_local().detach()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if 0 in shape:
         offset = (0,) * len(shape)
     replica = 0
-    coordinate = tensor.device_mesh.get_coordinate() or []
+    coordinate = tensor.device_mesh.get_coordinate() or ()
     for index, size, kind in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if kind.is_replicate():
             replica = replica * size + index

@@ -1,0 +1,25 @@
+"""From a resolved job to a model that is ready to compute: op set, activation policy, compilation, sharding."""
+
+import torch
+
+from equigrad.config import Job
+from equigrad.memory import recompute
+from equigrad.models.decoder import Decoder
+from equigrad.numerics.native import NativeOps
+from equigrad.numerics.ops import COMPUTE_DTYPES
+from equigrad.parallel.sharding import shard
+from equigrad.parallel.world import World
+
+
+def build_model(job: Job, world: World) -> Decoder:
+    """The decoder on this rank's device, sharded as the layout says, its parameters not yet given values."""
+    ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
+    model = Decoder(job.model, ops)
+    blocks = list(model.model.layers)
+    if job.numerics.compile:
+        for block in blocks:
+            block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+    recompute.apply(job.memory, blocks)
+    shard(model, blocks, world)
+    model.to_empty(device=world.device)
+    return model

@@ -1,0 +1,169 @@
+"""Weights from and to Hugging Face folders: ``*.safetensors`` with or without an index, bit for bit.
+
+Parameter names are the same on both sides. Knows nothing of how a model computes.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from equigrad.checkpoint.state import load, read_tensors
+from equigrad.errors import UserError
+from equigrad.parallel.placement import Placed
+
+if TYPE_CHECKING:
+    from equigrad.resolve import Weights
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_weights(weights: "Weights", parameters: Mapping[str, Placed]) -> None:
+    """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it.
+
+    Raises ``UserError`` for damaged files and for names or shapes that are not the model's.
+    """
+    if weights.checkpoint is not None:
+        named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
+        load(weights.checkpoint, named, only="model.")
+        return
+    files = weight_files(weights.folder)
+    tied = "lm_head.weight" not in parameters
+    _check_names(weights.folder, set(files), set(parameters), tied)
+    for path in sorted({files[name] for name in parameters}):
+        with _opened(path) as file:
+            for name in (n for n in parameters if files[n] == path):
+                _fill(parameters[name], file.get_slice(name), path)
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor of a Hugging Face folder."""
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = json.loads(index.read_text())["weight_map"]
+            files = {name: folder / file for name, file in names.items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index}: not a valid index of weights: {error}") from None
+        missing = sorted({path.name for path in files.values() if not path.exists()})
+        if missing:
+            raise UserError(f"{folder}: {', '.join(missing)} named in {_INDEX} is not there")
+        return files
+    single = folder / _SINGLE
+    if not single.exists():
+        raise UserError(f"{folder}: no {_SINGLE} and no {_INDEX}; other formats of weights are not read")
+    with _opened(single) as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def weight_dtype(folder: Path) -> str:
+    """The type in which a Hugging Face folder holds its first weight, for instance ``bfloat16``."""
+    name, path = next(iter(sorted(weight_files(folder).items())))
+    with _opened(path) as file:
+        return str(file.get_slice(name)[:1].dtype).removeprefix("torch.")
+
+
+def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors, one by one, as they are stored."""
+    files = weight_files(folder)
+    for name in names:
+        with _opened(files[name]) as file:
+            yield name, file.get_tensor(name)
+
+
+def model_tensors(weights: "Weights", names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters of any kind of source, one by one."""
+    if weights.checkpoint is not None:
+        return read_tensors(weights.checkpoint)
+    return huggingface_tensors(weights.folder, names)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged or not a safetensors file: {error}") from None
+
+
+def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> None:
+    # Old checkpoints carry rotary tables, and tied models sometimes a copy of the embedding: neither is a parameter.
+    extra = {n for n in stored - ours if not n.endswith("rotary_emb.inv_freq")}
+    extra -= {"lm_head.weight"} if tied else set()
+    missing = ours - stored
+    if missing or extra:
+        some = {"missing": sorted(missing)[:5], "unexpected": sorted(extra)[:5]}
+        text = "; ".join(f"{what}: {', '.join(names)}" for what, names in some.items() if names)
+        raise UserError(f"{folder}: the weights do not fit its config.json ({text})")
+
+
+def _fill(placed: Placed, stored: Any, path: Path) -> None:
+    at = placed.placement
+    if tuple(stored.get_shape()) != at.shape:
+        raise UserError(f"{path}: {at.name} has shape {tuple(stored.get_shape())}, the model needs {at.shape}")
+    if at.numel:
+        box = tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
+        placed.tensor.copy_(stored[box])
+
+
+def write_huggingface(
+    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+) -> None:
+    """Write ``config.json`` and the weights, in files of at most ``shard_bytes`` (one tensor at least).
+
+    Everything is written beside the folder and moved into place at the end. ``UserError`` where that fails.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _write_shards(aside, tensors, dtype, shard_bytes)
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        special = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in aside.iterdir():
+            file.replace(folder / file.name)
+        aside.rmdir()
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(f"cannot write {folder}: {error}") from None
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
+    shard: dict[str, Tensor] = {}
+    written: list[tuple[Path, list[str]]] = []
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal shard, size
+        if shard:
+            path = folder / f"part-{len(written):05d}"
+            save_file(shard, path, metadata={"format": "pt"})
+            written.append((path, sorted(shard)))
+        shard, size = {}, 0
+
+    for name, tensor in tensors:
+        tensor = tensor.to(dtype).contiguous()
+        if size + tensor.nbytes > shard_bytes:
+            flush()
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(written) == 1:
+        written[0][0].rename(folder / _SINGLE)
+        return
+    where = {}
+    for number, (path, names) in enumerate(written, 1):
+        final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
+        path.rename(folder / final)
+        where |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,131 @@
+"""The manifest of a checkpoint: what its files hold, and how to tell that they still hold it.
+
+A checkpoint is a folder of ``rank-00000.safetensors``, ... and ``manifest.json``, which is written last. Every rank's
+file holds that rank's boxes of the global tensors; the manifest says which, so files can be read in any layout.
+Knows neither PyTorch nor process groups.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from equigrad.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class StoredFile(_Record):
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
+
+    size: int
+    sha256: str
+
+
+class StoredBox(_Record):
+    """The file that holds a box (see ``boxes.Box``) of a tensor, under the tensor's name."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensor(_Record):
+    """A global tensor and the boxes that make it up. ``dtype`` is PyTorch's name: "bfloat16"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+class Manifest(_Record):
+    """What a checkpoint holds.
+
+    format:    version of the format
+    step:      optimizer steps done when it was taken
+    files:     by name
+    tensors:   by name: "model.<parameter>", "optim.<state>.<parameter>"
+    meta:      whatever the trainer keeps beside tensors (data cursor, counters, configuration)
+    rank_meta: the same, of each rank that saved (random number generators)
+    """
+
+    format: int
+    step: int
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+    meta: dict[str, Any]
+    rank_meta: tuple[dict[str, Any], ...]
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Writes the manifest of the checkpoint ``path`` and waits until it is on the disk."""
+    body = manifest.model_dump()
+    with open(path / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**body, "sha256": _seal(body)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint ``path``.
+
+    Raises: UserError if there is none, or if it is damaged or of a newer format.
+    """
+    file = path / MANIFEST
+    try:
+        body = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: not valid JSON ({error})") from error
+    version = body.get("format") if isinstance(body, dict) else None
+    if not isinstance(version, int):
+        raise UserError(f"{file} is not the manifest of a checkpoint: it has no format version")
+    if version > FORMAT:
+        raise UserError(f"{file} has format {version}, of a newer equigrad; this one reads formats up to {FORMAT}")
+    if body.pop("sha256", None) != _seal(body):
+        raise UserError(f"{file} is damaged: it was changed after it had been written")
+    return Manifest.model_validate(body)
+
+
+def verify(path: Path, share: int = 0, of: int = 1) -> Manifest:
+    """Checks that every file is there in full, and the hashes of this caller's share: of n callers, file i is read by
+    caller i mod n.
+
+    Raises: UserError naming the file and what is wrong with it.
+    """
+    manifest = read_manifest(path)
+    for index, (name, stored) in enumerate(sorted(manifest.files.items())):
+        check_file(path / name, stored, hashed=index % of == share)
+    return manifest
+
+
+def check_file(file: Path, stored: StoredFile, hashed: bool) -> None:
+    """Raises: UserError if the file does not have the size, or (``hashed``) the bytes, that were written."""
+    try:
+        size = file.stat().st_size
+        if size != stored.size:
+            raise UserError(f"{file} is damaged: it has {size} bytes, {stored.size} were written")
+        if hashed:
+            with open(file, "rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != stored.sha256:
+                    raise UserError(f"{file} is damaged: its bytes are not those that were written (SHA-256)")
+    except FileNotFoundError:
+        raise UserError(f"{file} is missing from the checkpoint") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _seal(body: dict[str, Any]) -> str:
+    """SHA-256 of the manifest's other entries. Python writes floats so that they are read back exactly."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,151 @@
+"""The command line: which commands there are, and how each one's words are read. Thin, and torch-free until needed."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from equigrad import __version__
+from equigrad.errors import UserError
+
+COMMANDS = {
+    "train": "train a model: the job of a TOML file, or the embedded quickstart",
+    "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
+    "generate": "continue prompts with a run, checkpoint or model folder",
+    "import": "turn a Hugging Face model folder into a run folder",
+    "export": "turn a run or checkpoint into a Hugging Face model folder",
+    "tokenizer": "train a byte-level BPE tokenizer",
+    "info": "what is in a run, a checkpoint or a model folder",
+    "report": "write a run's report.html again",
+}
+
+_HELP = f"""equigrad {__version__}: trains language models; the answer does not depend on how the work was divided.
+
+usage: equigrad COMMAND ...
+
+{chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
+
+`equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP)
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"equigrad {__version__}")
+        return 0
+    try:
+        return _dispatch(words[0], words[1:])
+    except UserError as error:
+        print(f"equigrad: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _dispatch(command: str, words: list[str]) -> int:
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(command, COMMANDS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; commands: {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {command!r}{hint}")
+    parser = _parser(command)
+    if command == "train" and {"-h", "--help"} & set(words):
+        from equigrad.config.load import help_text
+
+        print(parser.format_help() + "\nEvery key of a job, to be set in its file or as an override:\n\n" + help_text())
+        return 0
+    words, overrides = split_overrides(words) if command in ("train", "eval") else (words, [])
+    arguments = parser.parse_args(words)
+    if command == "train":
+        from equigrad.commands import train
+
+        return train.main(arguments, overrides)
+    if command == "eval":
+        from equigrad.commands import evaluate
+
+        return evaluate.main(arguments, overrides)
+    if command == "generate":
+        from equigrad.commands import generate
+
+        return generate.main(arguments)
+    if command in ("import", "export"):
+        from equigrad.commands import exchange
+
+        return exchange.import_main(arguments) if command == "import" else exchange.export_main(arguments)
+    if command == "tokenizer":
+        from equigrad.commands import tokenizer
+
+        return tokenizer.main(arguments)
+    from equigrad.commands import info
+
+    return info.main(arguments) if command == "info" else info.report_main(arguments)
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part ``--section.key value`` (and the top-level ``--name``, ``--seed``) from the command's own words."""
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        key, equals, _ = word.removeprefix("--").partition("=")
+        if word.startswith("--") and ("." in key or key in ("name", "seed")):
+            overrides.append(word)
+            if not equals and rest:
+                overrides.append(rest.pop(0))
+        else:
+            own.append(word)
+    return own, overrides
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"equigrad {command}", description=COMMANDS[command], allow_abbrev=False)
+    add = parser.add_argument
+    if command == "train":
+        add("job", nargs="?", help="TOML file of the job; without it, the embedded quickstart")
+        add("--run", metavar="DIR", help="run folder; by default runs/<name>")
+        add("--resume", action="store_true", help="continue the run in that folder from its latest checkpoint")
+        add("--dry-run", action="store_true", help="print the resolved job and its size, and stop")
+    elif command == "eval":
+        add("model", help="run, checkpoint or Hugging Face folder")
+        add("--job", metavar="FILE", help="TOML file whose data is evaluated; by default the run's own job")
+        add("--json", metavar="FILE", help="write the result there as well")
+    elif command == "generate":
+        add("model", help="run, checkpoint or Hugging Face folder")
+        add("--prompt", action="append", help="text to continue; may be given several times")
+        add("--prompt-file", metavar="FILE", help="one prompt a line")
+        add("--max-tokens", type=int, default=200, metavar="N", help="most new tokens of each prompt (200)")
+        add("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
+        add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this total probability (1.0)")
+        add("--seed", type=int, default=0, help="of the sampling (0)")
+        add("--chat", action="store_true", help="put each prompt as a user's message into the chat template")
+        add("--json", metavar="FILE", help="write prompts and completions there as well")
+    elif command == "import":
+        add("model", help="Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+        add("run", help="run folder to create")
+    elif command == "export":
+        add("model", help="run, checkpoint or Hugging Face folder")
+        add("folder", help="Hugging Face folder to create")
+        add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; by default as imported")
+        add("--shard-mb", type=int, default=5000, metavar="MB", help="largest weights file (5000)")
+    elif command == "tokenizer":
+        add("action", choices=("train",))
+        add("sources", nargs="+", help="builtin:NAME, files, globs or hf:NAME")
+        add("--vocab-size", type=int, default=2048, metavar="N", help="tokens, special ones included (2048)")
+        add("--out", required=True, metavar="DIR", help="folder for tokenizer.json")
+    else:
+        add("path", help="run, checkpoint or Hugging Face folder" if command == "info" else "run folder")
+        if command == "info":
+            add("--json", metavar="FILE", help="write what is printed there as well")
+    return parser

@@ -1,0 +1,49 @@
+"""``equigrad generate``: continue prompts, in one batch with a cache of keys and values."""
+
+import argparse
+from pathlib import Path
+
+from equigrad.errors import UserError
+from equigrad.resolve import find_weights
+from equigrad.run import write_json
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print each prompt's continuation."""
+    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.max_tokens < 0:
+        raise UserError("--temperature and --max-tokens must be at least 0, and --top-p in (0, 1]")
+    weights, prompts = find_weights(arguments.model), _prompts(arguments)
+    from equigrad.commands.models import open_model, own_job, own_tokenizer
+    from equigrad.config.layout import Layout
+    from equigrad.models.generate import generate
+    from equigrad.parallel.world import start
+    from equigrad.resolve import resolve_vocabulary
+
+    tokenizer = own_tokenizer(weights)
+    job = resolve_vocabulary(own_job(weights), tokenizer)
+    job = job.model_copy(update={"layout": Layout(device=job.layout.device)})
+    model = open_model(weights, job, start(job.layout))
+    texts = [tokenizer.chat_prompt([{"role": "user", "content": p}]) if arguments.chat else p for p in prompts]
+    begin = [] if arguments.chat else [tokenizer.bos_id]
+    ids = [begin + encoded.tolist() for encoded in tokenizer.encode_batch(texts)]
+    stop = {tokenizer.eos_id} | (tokenizer.turn_ends() if arguments.chat else set())
+    outputs = generate(
+        model, ids, arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed, sorted(stop)
+    )
+    results = [{"prompt": p, "text": tokenizer.decode(o)} for p, o in zip(prompts, outputs, strict=True)]
+    for result in results:
+        print(result["text"] if arguments.chat else result["prompt"] + result["text"])
+        print("---" if len(results) > 1 else "", end="\n" if len(results) > 1 else "")
+    if arguments.json:
+        write_json(Path(arguments.json), results)
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    prompts = list(arguments.prompt or [])
+    if arguments.prompt_file:
+        try:
+            prompts += Path(arguments.prompt_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {arguments.prompt_file}: {error}") from None
+    return prompts or [""]

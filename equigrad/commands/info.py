@@ -1,0 +1,103 @@
+"""``equigrad info`` and ``equigrad report``: what is in a run, a checkpoint or a model folder."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from equigrad.errors import UserError
+from equigrad.models.specs import parameter_count, parameter_specs
+from equigrad.resolve import Weights, find_weights
+from equigrad.run import Run, write_json
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print what there is, as aligned lines; ``--json`` writes the same as a tree."""
+    path = Path(arguments.path)
+    run = Run(path)
+    result = _run(run) if run.exists() else _one(find_weights(path))
+    _show(result)
+    if arguments.json:
+        write_json(Path(arguments.json), result)
+    return 0
+
+
+def _run(run: Run) -> dict[str, Any]:
+    from equigrad.checkpoint.folder import list_checkpoints
+
+    job = run.job()
+    summary = json.loads(run.summary.read_text()) if run.summary.exists() else None
+    return {
+        "kind": "run",
+        "path": str(run.folder),
+        "name": job.name,
+        "finished": summary is not None and summary["steps"] >= job.train.steps,
+        "steps": job.train.steps,
+        "parameters": parameter_count(job.model),
+        "layout": job.layout.describe(),
+        "checkpoints": [_checkpoint(c) for c in list_checkpoints(run.folder / "checkpoints")],
+        "summary": summary,
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    """Facts of a checkpoint, every byte of it verified, and the digest of its parameters."""
+    from equigrad.checkpoint.digest import digest_files
+    from equigrad.checkpoint.manifest import verify
+
+    manifest = verify(path)
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "tokens": manifest.meta.get("counters", {}).get("tokens"),
+        "bytes": sum(f.size for f in manifest.files.values()),
+        "tensors": len(manifest.tensors),
+        "parameter_digest": digest_files(path),
+    }
+
+
+def _one(weights: Weights) -> dict[str, Any]:
+    """A checkpoint or a Hugging Face folder."""
+    shape = weights.model.model_dump(exclude_none=True)
+    if weights.checkpoint is not None:
+        return {"kind": "checkpoint"} | _checkpoint(weights.checkpoint) | {"model": shape}
+    from equigrad.checkpoint.digest import digest
+    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_dtype
+    from equigrad.parallel.placement import place_all
+
+    tensors = huggingface_tensors(weights.folder, parameter_specs(weights.model))
+    return {
+        "kind": "model",
+        "path": str(weights.folder),
+        "parameters": parameter_count(weights.model),
+        "dtype": weight_dtype(weights.folder),
+        "parameter_digest": digest(place_all((name, tensor.float()) for name, tensor in tensors)),
+        "model": shape,
+    }
+
+
+def _show(tree: dict[str, Any], indent: str = "") -> None:
+    for key, value in tree.items():
+        label = f"{indent}{key.replace('_', ' '):<{20 - len(indent)}}"
+        if isinstance(value, dict):
+            print(f"{indent}{key.replace('_', ' ')}")
+            _show(value, indent + "  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                print(f"{indent}{key.replace('_', ' ').removesuffix('s')}")
+                _show(item, indent + "  ")
+        else:
+            print(
+                f"{label} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{label} {value}"
+            )
+
+
+def report_main(arguments: argparse.Namespace) -> int:
+    """Write ``report.html`` again from what the run has recorded."""
+    from equigrad.observe.report import write_report
+
+    run = Run(Path(arguments.path))
+    if not run.exists():
+        raise UserError(f"{run.folder} is not a run folder: it has no job.toml")
+    print(write_report(run.folder))
+    return 0

@@ -1,0 +1,35 @@
+"""What eval, generate, import, export and info share: a model opened from any kind of folder."""
+
+from pathlib import Path
+
+from equigrad.build import build_model
+from equigrad.checkpoint.huggingface import load_weights
+from equigrad.config import Job
+from equigrad.data.tokenizers import Tokenizer, read_tokenizer
+from equigrad.errors import UserError
+from equigrad.models.decoder import Decoder
+from equigrad.parallel.placement import place_all
+from equigrad.parallel.world import World
+from equigrad.resolve import Weights
+from equigrad.run import Run
+
+
+def own_job(weights: Weights) -> Job:
+    """The job of the run that a checkpoint belongs to; for other models a job with its shape and nothing else."""
+    if weights.checkpoint is not None:
+        return Run(weights.checkpoint.parent.parent).job()
+    return Job(name="model", model=weights.model)
+
+
+def own_tokenizer(weights: Weights) -> Tokenizer:
+    """The tokenizer beside a model. ``UserError`` where there is none."""
+    if weights.tokenizer is None or not Path(weights.tokenizer).exists():
+        raise UserError(f"{weights.folder} has no tokenizer.json")
+    return read_tokenizer(weights.tokenizer)
+
+
+def open_model(weights: Weights, job: Job, world: World) -> Decoder:
+    """Build the model of ``job`` on this rank and fill it."""
+    model = build_model(job, world)
+    load_weights(weights, place_all(model.named_parameters()))
+    return model.eval()

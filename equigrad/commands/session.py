@@ -1,0 +1,187 @@
+"""One training session in one process: prepare the run, train, and leave summary and report."""
+
+import time
+from typing import Any
+
+from equigrad.checkpoint.digest import digest
+from equigrad.checkpoint.folder import latest
+from equigrad.checkpoint.huggingface import load_weights
+from equigrad.config import Job
+from equigrad.data.index import Stats
+from equigrad.data.stream import Batch, Stream
+from equigrad.data.tokenizers import Tokenizer
+from equigrad.data.vocabulary import build_tokenizer
+from equigrad.evaluation import Evaluation
+from equigrad.models.generate import generate
+from equigrad.models.specs import flops_per_token, parameter_count
+from equigrad.numerics.ops import COMPUTE_DTYPES
+from equigrad.observe.metrics import Sinks, open_sinks
+from equigrad.observe.peak import Peak, device_peak, memory_mb
+from equigrad.observe.progress import open_progress
+from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.world import World, keep_freed_memory, start
+from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
+from equigrad.run import Run, write_json
+from equigrad.trainer import Observer, Trainer
+
+
+def train_session(job: Job, run: Run, resume: bool) -> int:
+    """Train until done or asked to stop; called on every rank. Returns the exit code."""
+    with StopRequest() as stop:
+        keep_freed_memory()
+        world = start(job.layout)
+        job, tokenizer, stream = prepare(job, run, world, resume)
+        trainer = Trainer(job, run.folder, world, stream)
+        _give_state(trainer, run, resume)
+        peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
+        with _sinks(trainer, run, peak) as sinks:
+            observer = _Recorder(trainer, sinks, peak)
+            finished = trainer.run(observer, stop)
+            held_out = trainer.evaluate() if finished else None
+            if finished:
+                observer.evaluation(trainer.step, held_out)
+        if finished:
+            _finish(trainer, run, tokenizer, held_out)
+        elif world.is_main:
+            print(f"stopped after step {trainer.step}; its checkpoint is saved. --resume continues the run")
+        world.close()
+    return 0
+
+
+def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokenizer, Stream]:
+    """Resolve the job and open its data. Rank 0 makes what is shared (run folder, tokenizer), each machine's first
+    rank what is kept on that machine (tokenised sources); the others read it."""
+
+    def make() -> tuple[Job, Tokenizer, Stream]:
+        resolved = job if resume else resolve_weights(job)
+        tokenizer = build_tokenizer(resolved.data, run.tokenizer)
+        resolved = resolve_vocabulary(resolved, tokenizer)
+        stream = Stream(resolved.data, resolved.batch, resolved.seed, tokenizer)
+        return resolved, tokenizer, stream
+
+    def create() -> tuple[Job, Tokenizer, Stream]:
+        made = make()
+        made[1].save(run.tokenizer)
+        run.write_job(made[0])
+        for stats in made[2].stats:
+            print(_line(stats))
+        return made
+
+    first = world.everywhere(create, when=world.is_main)
+    second = world.everywhere(make, when=world.local_rank == 0 and not world.is_main)
+    rest = world.everywhere(make, when=world.local_rank != 0)
+    prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
+    return prepared
+
+
+def _line(stats: Stats) -> str:
+    """One line on what a source gives, and on all of it that is not trained on."""
+    side = "held out" if stats.held_out else "training"
+    text = f"{stats.source}, {side}: {stats.documents:,} documents, {stats.samples:,} samples, {stats.tokens:,} tokens"
+    asides = {"without text to learn": stats.empty, "documents dropped as too long": stats.dropped,
+              "samples left out, no token in the loss": stats.left_out}  # fmt: skip
+    return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
+
+
+def _give_state(trainer: Trainer, run: Run, resume: bool) -> None:
+    """A checkpoint's state, or given weights, or initial values."""
+    checkpoint = latest(run.folder / "checkpoints") if resume else None
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    elif trainer.job.model.weights is not None:
+        found = find_weights(trainer.job.model.weights)
+        load_weights(found, trainer.parameters)
+    else:
+        trainer.model.initialize(trainer.job.seed)
+
+
+def _sinks(trainer: Trainer, run: Run, peak: Peak | None) -> Sinks:
+    """Rank 0 writes and shows; the others are silent."""
+    if peak is None:
+        return Sinks([])
+    job, step = trainer.job, trainer.step
+    processes = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    title = f"{run.folder}: {parameter_count(job.model):,} parameters on {trainer.world.device.type}{processes}"
+    if step:
+        title += f", resumed after step {step}"
+    progress = open_progress(job.train.steps, step, title, peak.source)
+    return open_sinks(job, run.folder, step or None, progress)
+
+
+class _Recorder(Observer):
+    """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0."""
+
+    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None) -> None:
+        self._trainer, self._sinks, self._peak = trainer, sinks, peak
+        self._began = time.monotonic()
+        self._before = trainer.counters["seconds"]
+
+    def step(self, record: dict[str, Any], batch: Batch) -> None:
+        job, world = self._trainer.job, self._trainer.world
+        if self._peak is None or (record["step"] % job.observe.log_every and record["step"] != job.train.steps):
+            return
+        rate = batch.tokens / record["step_seconds"]
+        # Mean number of keys that a query of this batch sees.
+        context = sum(s.length * (s.length + 1) / 2 for s in batch.samples) / batch.tokens
+        used = flops_per_token(job.model, context) * rate / world.size
+        self._sinks.log(
+            record
+            | {
+                "tokens_per_second": rate,
+                "mfu": used / self._peak.flops,
+                "memory_mb": memory_mb(world.device),
+                "elapsed": self._before + time.monotonic() - self._began,
+            }
+        )
+
+    def evaluation(self, step: int, result: Evaluation | None) -> None:
+        if result is not None and self._peak is not None:
+            self._sinks.log({"kind": "eval", "step": step} | result.record())
+
+
+def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluation | None) -> None:
+    """Sample, digest, summary and report of a finished run."""
+    job, counters = trainer.job, trainer.counters
+    sample = _sample(trainer, tokenizer)
+    parameter_digest = digest(trainer.parameters)
+    if not trainer.world.is_main:
+        return
+    if sample is not None:
+        write_json(run.folder / "sample.json", sample)
+    seconds = counters["seconds"]
+    summary = {
+        "name": job.name,
+        "steps": trainer.step,
+        "tokens": counters["tokens"],
+        "skipped": counters["skipped"],
+        "wall_seconds": round(seconds, 3),
+        "tokens_per_second": round(counters["tokens"] / seconds, 1) if seconds else None,
+        "held_out_loss": None,
+        "held_out_bits_per_byte": None,
+        "parameters": parameter_count(job.model),
+        "parameter_digest": parameter_digest,
+    }
+    if held_out is not None:
+        summary |= {k: v for k, v in held_out.record().items() if k.startswith("held_out")}
+    run.write_summary(summary)
+    print(f"done: {trainer.step} steps, {counters['tokens']:,} tokens in {seconds:.0f} s")
+    if held_out is not None:
+        print(f"held-out text: {held_out.bits_per_byte:.3f} bits per byte, loss {held_out.loss:.4f} per token"
+              f" ({held_out.tokens:,} tokens, {held_out.bytes:,} bytes)")  # fmt: skip
+    print(f"parameter digest {parameter_digest}")
+    if job.observe.report:
+        from equigrad.observe.report import write_report
+
+        print(f"report: {write_report(run.folder)}")
+
+
+def _sample(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str] | None:
+    """A continuation of ``observe.sample_prompt``, made by all ranks together."""
+    observe, model = trainer.job.observe, trainer.model
+    prompt = [tokenizer.bos_id, *tokenizer.encode_batch([observe.sample_prompt])[0].tolist()]
+    room = trainer.job.model.max_position_embeddings - len(prompt)
+    length = min(observe.sample_tokens, room)
+    if length <= 0:
+        return None
+    ids = generate(model, [prompt], length, 0.8, 0.95, trainer.job.seed, [tokenizer.eos_id])[0]
+    return {"prompt": observe.sample_prompt, "text": tokenizer.decode(ids)}

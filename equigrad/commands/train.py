@@ -1,0 +1,101 @@
+"""``equigrad train``: find the run folder, start workers if the layout needs them, train, and leave a summary."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from equigrad.config import Job, dump_toml, load_job
+from equigrad.run import Run, resumed_job
+
+
+def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Everything that can be wrong with the words, the job and the folder is found here, before torch loads."""
+    job, run, resume = _job_and_run(arguments, overrides)
+    if arguments.dry_run:
+        return _dry_run(job)
+    # Both imports are torch-free until something is started.
+    from equigrad.parallel.environment import process_env
+    from equigrad.parallel.launch import launch, run_worker
+
+    env = process_env()
+    if env is None and job.layout.world_size > 1:
+        return launch(job.layout.world_size, _words(arguments, overrides))
+    from equigrad.commands.session import train_session
+
+    if env is None or env.world_size == 1:
+        return train_session(job, run, resume)
+    return run_worker(env.rank, lambda: train_session(job, run, resume))
+
+
+def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Job, Run, bool]:
+    """The job, its run folder, and whether there is a run in it to go on with."""
+    from equigrad.parallel.environment import process_env
+
+    given = load_job(Path(arguments.job) if arguments.job else None, [] if arguments.resume else overrides)
+    run = Run(Path(arguments.run or Path("runs") / _name(given, overrides)))
+    if arguments.resume and run.exists():
+        if arguments.job is None:
+            return resumed_job(run, None, overrides), run, True
+        return resumed_job(run, load_job(Path(arguments.job), overrides), []), run, True
+    if arguments.resume:
+        given = load_job(Path(arguments.job) if arguments.job else None, overrides)
+    env = process_env()
+    if not arguments.dry_run and (env is None or env.rank == 0):
+        run.check_free()
+    return given, run, False
+
+
+def _name(job: Job, overrides: Sequence[str]) -> str:
+    from equigrad.config.load import parse_overrides
+
+    return dict(parse_overrides(overrides)).get("name", job.name)
+
+
+def _words(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """The words that make a worker do this very job."""
+    words = ["train", *([arguments.job] if arguments.job else []), *overrides]
+    if arguments.run:
+        words += ["--run", arguments.run]
+    return words + ["--resume"] * arguments.resume
+
+
+def _dry_run(job: Job) -> int:
+    """Print the resolved job and its size. Nothing is written; a tokenizer is not trained for it."""
+    from equigrad.memory.estimate import estimate
+    from equigrad.models.specs import flops_per_token, parameter_count
+    from equigrad.resolve import resolve_weights
+
+    job = resolve_weights(job)
+    if job.model.vocab_size is None:
+        size = _vocabulary(job)
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": size})})
+    memory = estimate(job)
+    tokens = f"{job.batch.samples} samples of at most {job.data.context}"
+    if job.batch.samples is None:
+        tokens = f"at most {job.batch.budget:,}"
+    print(dump_toml(job))
+    print(f"# parameters        {parameter_count(job.model):,}")
+    print(f"# tokens per step   {tokens}")
+    print(f"# steps             {job.train.steps:,}")
+    print(f"# operations        {flops_per_token(job.model, job.data.context / 2):.3g} per token, forward and backward")
+    print(f"# processes         {job.layout.describe()}")
+    parts = {n: getattr(memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "logits")}
+    print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated: "
+          + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items()))  # fmt: skip
+    return 0
+
+
+def _vocabulary(job: Job) -> int:
+    tokenizer = job.data.tokenizer
+    if tokenizer.kind == "bpe":
+        return tokenizer.vocab_size
+    from equigrad.data.vocabulary import build_tokenizer
+
+    return build_tokenizer(job.data, Path("/nonexistent")).vocab_size
+
+
+def discard_if_new(run: Run) -> None:
+    """Take away the folder of a run that failed before it began, so that the next try finds it free."""
+    if run.folder.is_dir() and not run.exists():
+        shutil.rmtree(run.folder, ignore_errors=True)

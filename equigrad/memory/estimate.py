@@ -1,0 +1,53 @@
+"""How much memory one rank of a job will need, from its configuration alone. Torch-free; an estimate, not a promise."""
+
+from dataclasses import dataclass
+
+from equigrad.config.job import Job
+from equigrad.models.specs import parameter_count
+
+_OPTIMIZER_BYTES = {"adamw": 8}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one rank, by use."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def estimate(job: Job) -> Estimate:
+    """The peak: all state, and the saved activations of one full row at the end of its forward pass.
+
+    Float32 parameters, gradients and moments are sharded over dp_shard; with several rounds, or without resharding,
+    gradients and gathered parameters are whole.
+    """
+    model, shards = job.model, job.layout.dp_shard
+    count = parameter_count(model)
+    tokens = job.batch.row_tokens
+    low = 2 if job.numerics.dtype == "bfloat16" else 4
+    heads = model.num_attention_heads + model.kv_heads
+    # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v, the
+    # attention output, gate, up and their product (compute type).
+    block = 4 * 2 * model.hidden_size + low * (
+        2 * model.hidden_size + 2 * heads * model.head_size + 3 * model.intermediate_size
+    )
+    layers = model.num_hidden_layers
+    kept = layers
+    if job.memory.recompute == "block":
+        recomputed = -(-layers // job.memory.recompute_every)
+        kept = layers - recomputed + 1  # one block at a time is alive in full
+        activations = tokens * (kept * block + recomputed * 4 * model.hidden_size)
+    else:
+        activations = tokens * kept * block
+    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
+    sharded = -(-count // shards)
+    whole = count if shards > 1 and not job.layout.reduce_every_round else sharded
+    return Estimate(4 * sharded, 4 * whole, _OPTIMIZER_BYTES[job.optim.name] * sharded, activations, logits)

@@ -1,0 +1,122 @@
+"""A pre-norm decoder that covers Llama, Qwen2 and Qwen3, written once on plain tensors and the op set.
+
+It knows its configuration and calls ops; it does not know how it is sharded, how rows are made or what the loss is
+for. Everything a token's result depends on is in the arguments.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from equigrad.config.model import Model
+from equigrad.models.rope import frequencies
+from equigrad.models.specs import Spec, parameter_specs
+from equigrad.numerics.ops import Ops, RotaryTable
+from equigrad.numerics.random import fill_normal
+from equigrad.numerics.row import Row
+from equigrad.parallel.placement import place
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: Model, ops: Ops, layer: int) -> None:
+        super().__init__()
+        self.config, self.ops, self.layer = config, ops, layer
+
+    def forward(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
+        """Residual stream [T, H] -> [T, H]."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x, branch = ops.fork(x, row)
+        x = ops.add(x, self._attend(ops.norm(branch, self.input_layernorm.weight, eps, row), table, row), row)
+        x, branch = ops.fork(x, row)
+        return ops.add(x, self._feed(ops.norm(branch, self.post_attention_layernorm.weight, eps, row), row), row)
+
+    def _attend(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
+        ops, config, own = self.ops, self.config, self.self_attn
+        projections = (own.q_proj, own.k_proj, own.v_proj)
+        q, k, v = (
+            t.unflatten(-1, (-1, config.head_size))
+            for t in ops.linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+        )
+        if config.qk_norm:
+            q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
+            k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
+        q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
+        mixed = ops.attention(q, k, v, self.layer, config.window(self.layer), row)
+        return ops.linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
+
+    def _feed(self, x: Tensor, row: Row) -> Tensor:
+        ops, own = self.ops, self.mlp
+        projections = (own.gate_proj, own.up_proj)
+        gate, up = ops.linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+        return ops.linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
+
+
+class _Holder(nn.Module):
+    """A name space for parameters; a bias that the model lacks reads as None."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", None)
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameters are made on the meta device; ``initialize`` or a checkpoint gives them values."""
+
+    def __init__(self, config: Model, ops: Ops) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.specs = parameter_specs(config)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Block(config, ops, i) for i in range(config.num_hidden_layers))
+        for name, spec in self.specs.items():
+            _attach(self, name, spec)
+
+    def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None) -> Tensor:
+        """Per-token cross-entropy [T] float32 of ``labels`` [T] given ``ids`` [T], both int64; without labels the
+        logits [T, V]."""
+        ops = self.ops
+        x = ops.embedding(ids, self.model.embed_tokens.weight, row)
+        table = self.rotary_table(row)
+        for block in self.model.layers:
+            x = block(x, table, row)
+        x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
+        if labels is None:
+            return ops.linear(x, self.head, None, row)
+        return ops.cross_entropy(x, self.head, labels, row)
+
+    @property
+    def head(self) -> Tensor:
+        """The output projection [V, H]."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def rotary_table(self, row: Row) -> RotaryTable:
+        """The rotary table of a row, shared by all blocks."""
+        lengths = row.lengths if row.cache is None else tuple(row.cache.lengths.tolist())
+        values, scale = frequencies(self.config, lengths)
+        return self.ops.rotary_table(values.to(row.positions.device), scale, row)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Initial weights: each value depends on the seed, the parameter's name and its global index alone."""
+        for name, parameter in self.named_parameters():
+            spec, placed = self.specs[name], place(name, parameter)
+            if spec.std is None:
+                placed.tensor.fill_(spec.fill)
+            else:
+                at = placed.placement
+                fill_normal(placed.tensor, spec.std, seed, name, at.shape, at.offset)
+
+
+def _attach(root: nn.Module, name: str, spec: Spec) -> None:
+    """Register a meta parameter under its dotted name, making the holders on the way."""
+    *path, leaf = name.split(".")
+    node = root
+    for part in path:
+        if not hasattr(node, part):
+            node.add_module(part, _Holder())
+        node = getattr(node, part)
+    node.register_parameter(leaf, nn.Parameter(torch.empty(spec.shape, device="meta")))

@@ -1,0 +1,92 @@
+"""Decoding with a cache of keys and values: batched, reproducible, independent of batch neighbours.
+
+Each sequence draws its numbers from a counter keyed by (seed, number of the sequence, position), so that a sample is
+the same alone and in any batch. Knows token ids only, no text.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from equigrad.errors import UserError
+from equigrad.models.decoder import Decoder
+from equigrad.numerics.cache import KeyValueCache
+from equigrad.numerics.native import NativeOps
+from equigrad.numerics.random import key, splitmix64
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+) -> list[list[int]]:
+    """New token ids of each prompt, without the prompt; a stop id ends a sequence and is not returned.
+
+    ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
+    Raises ``UserError`` for an empty prompt or one that does not fit the model's context.
+    """
+    config, device = model.config, next(model.parameters()).device
+    limit = config.max_position_embeddings
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {number} is empty; give at least the begin-of-text token")
+        if len(prompt) + max_tokens > limit:
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens; with {max_tokens} new ones that is longer than the model"
+                f" allows: max_position_embeddings is {limit}"
+            )
+    outputs: list[list[int]] = [[] for _ in prompts]
+    if not prompts or max_tokens == 0:
+        return outputs
+    lengths = [len(p) for p in prompts]
+    assert isinstance(model.ops, NativeOps)
+    cache = KeyValueCache(
+        config.num_hidden_layers,
+        len(prompts),
+        max(lengths) + max_tokens,
+        config.kv_heads,
+        config.head_size,
+        model.ops.dtype,
+        device,
+    )
+    row = cache.prefill(lengths)
+    logits = model(torch.tensor([t for p in prompts for t in p], device=device), row)
+    logits = logits[torch.tensor(lengths, device=device).cumsum(0) - 1]
+    alive = list(range(len(prompts)))
+    streams = [key(seed, f"generate/{number}") for number in range(len(prompts))]
+    for position in range(max_tokens):
+        chosen = _choose(logits.float(), temperature, top_p, [streams[n] for n in alive], position)
+        kept = []
+        for slot, (number, token) in enumerate(zip(alive, chosen, strict=True)):
+            if token not in stop:
+                outputs[number].append(token)
+                kept.append(slot)
+        if not kept or position == max_tokens - 1:
+            break
+        if len(kept) < len(alive):
+            cache.keep(torch.tensor(kept, device=device))
+            alive = [alive[slot] for slot in kept]
+        last = torch.tensor([outputs[number][-1] for number in alive], device=device)
+        logits = model(last, cache.step())
+    return outputs
+
+
+def _choose(logits: Tensor, temperature: float, top_p: float, streams: Sequence[int], position: int) -> list[int]:
+    """One token id per row of ``logits`` [sequences, V]."""
+    if temperature == 0:
+        return logits.argmax(-1).tolist()
+    probabilities, order = torch.softmax(logits.double() / temperature, -1).sort(dim=-1, descending=True, stable=True)
+    cumulative = probabilities.cumsum(-1)
+    mass = probabilities.masked_fill_(cumulative - probabilities >= top_p, 0.0).sum(-1, keepdim=True)
+    counter = torch.tensor(position, dtype=torch.int64)
+    uniform = [int(splitmix64(counter, stream)) / 2**64 + 0.5 for stream in streams]
+    threshold = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * mass
+    choice = (probabilities.cumsum(-1) <= threshold).sum(-1, keepdim=True)
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    return order.gather(-1, torch.minimum(choice, last)).squeeze(-1).tolist()

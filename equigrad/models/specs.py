@@ -1,0 +1,83 @@
+"""Every parameter of a decoder, from its configuration alone: name, global shape, role, initial spread.
+
+Torch-free, so that planners and dry runs can use it. Names are those of Hugging Face checkpoints of the Llama, Qwen2
+and Qwen3 families, which makes import and export a plain copy.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from equigrad.config.model import Model
+
+Role = Literal["matrix", "embedding", "head", "vector"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One parameter. ``std`` is the spread of its initial normal values; None: it starts as ``fill``."""
+
+    shape: tuple[int, ...]
+    role: Role
+    std: float | None = None
+    fill: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameter_specs(config: Model) -> dict[str, Spec]:
+    """All parameters in model order. Output projections of a block start smaller by sqrt(2 layers) (GPT-2)."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
+    std = config.initializer_range
+    out_std = std / math.sqrt(2 * config.num_hidden_layers)
+    specs = {"model.embed_tokens.weight": Spec((config.vocabulary, hidden), "embedding", std)}
+
+    def linear(name: str, rows: int, columns: int, spread: float, bias: bool) -> None:
+        specs[f"{name}.weight"] = Spec((rows, columns), "matrix", spread)
+        if bias:
+            specs[f"{name}.bias"] = Spec((rows,), "vector")
+
+    def norm(name: str, width: int) -> None:
+        specs[f"{name}.weight"] = Spec((width,), "vector", fill=1.0)
+
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        norm(f"{at}.input_layernorm", hidden)
+        for which, heads in ("q", config.num_attention_heads), ("k", config.kv_heads), ("v", config.kv_heads):
+            linear(f"{at}.self_attn.{which}_proj", heads * head, hidden, std, config.attention_bias)
+        if config.qk_norm:
+            norm(f"{at}.self_attn.q_norm", head)
+            norm(f"{at}.self_attn.k_norm", head)
+        linear(f"{at}.self_attn.o_proj", hidden, config.num_attention_heads * head, out_std, config.output_bias)
+        norm(f"{at}.post_attention_layernorm", hidden)
+        linear(f"{at}.mlp.gate_proj", inner, hidden, std, config.mlp_bias)
+        linear(f"{at}.mlp.up_proj", inner, hidden, std, config.mlp_bias)
+        linear(f"{at}.mlp.down_proj", hidden, inner, out_std, config.mlp_bias)
+    norm("model.norm", hidden)
+    if not config.tie_word_embeddings:
+        specs["lm_head.weight"] = Spec((config.vocabulary, hidden), "head", std)
+    return specs
+
+
+def parameter_count(config: Model) -> int:
+    """Number of parameters; a tied head counts once."""
+    return sum(spec.numel for spec in parameter_specs(config).values())
+
+
+def flops_per_token(config: Model, context: float) -> float:
+    """Floating-point operations of forward and backward per token: 6 per weight that multiplies, plus attention.
+
+    ``context`` is the mean number of keys that a query sees. The count that MFU conventionally uses (PaLM, appendix B):
+    products only, recomputation not counted, an embedding look-up free.
+    """
+    specs = parameter_specs(config)
+    weights = sum(s.numel for s in specs.values() if s.role in ("matrix", "head"))
+    if config.tie_word_embeddings:
+        weights += specs["model.embed_tokens.weight"].numel
+    attention = 0.0
+    for layer in range(config.num_hidden_layers):
+        seen = min(context, config.window(layer) or math.inf)
+        attention += 12 * config.num_attention_heads * config.head_size * seen
+    return 6 * weights + attention

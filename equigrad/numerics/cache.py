@@ -1,0 +1,72 @@
+"""Keys and values of earlier tokens, for decoding. One slot of the cache is one sequence of the row.
+
+Knows nothing of sampling or of models beyond their number of layers.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.row import Row
+
+
+class KeyValueCache:
+    """Room for ``sequences`` x ``capacity`` tokens in each layer.
+
+    A first row (``prefill``) carries whole prompts as segments; each later row (``step``) one token per sequence.
+    ``row.positions`` counts on from what the cache holds.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        sequences: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (layers, 2, sequences, capacity, kv_heads, head_dim)
+        self._store = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._longest = 0
+
+    def prefill(self, lengths: list[int]) -> Row:
+        """The row of all prompts. Each has at least one token."""
+        row = Row.of(lengths, self.lengths.device)
+        self.lengths += torch.tensor(lengths, device=self.lengths.device)
+        self._longest = max(lengths)
+        return Row(row.lengths, row.positions, self)
+
+    def step(self) -> Row:
+        """The row of one more token for every sequence."""
+        row = Row((1,) * len(self.lengths), self.lengths.clone(), self)
+        self.lengths += 1
+        self._longest += 1
+        return row
+
+    def keep(self, sequences: Tensor) -> None:
+        """Drop all but these sequences (indices, in their new order)."""
+        self._store = self._store[:, :, sequences]
+        self.lengths = self.lengths[sequences]
+        self._longest = int(self.lengths.max()) if len(self.lengths) else 0
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
+        """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
+        lengths = torch.tensor(row.lengths, device=q.device)
+        slot = torch.arange(len(row.lengths), device=q.device).repeat_interleave(lengths)
+        self._store[layer, 0, slot, row.positions] = k
+        self._store[layer, 1, slot, row.positions] = v
+        if int(row.positions[0]) == 0:
+            return packed_attention(q, k, v, row.lengths, window)
+        keys, values = self._store[layer, :, :, : self._longest].transpose(2, 3)
+        at = torch.arange(self._longest, device=q.device)
+        seen = at < self.lengths[:, None]
+        if window is not None:
+            seen &= at >= self.lengths[:, None] - window
+        out = F.scaled_dot_product_attention(
+            q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
+        )
+        return out.squeeze(2)

@@ -1,0 +1,67 @@
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on local shards, through PyTorch's fused kernel.
+
+An optimizer here is a rule over parameters with roles, and a state that is sharded exactly as the parameters are.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.optim.adamw import adamw
+
+from equigrad.config.optim import Optim
+from equigrad.models.specs import Spec
+from equigrad.parallel.placement import Placed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW:
+    """State: two moments per parameter, in its dtype and place, and the number of updates made."""
+
+    def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
+        self.config = config
+        self.updates = 0
+        self._parameters = parameters
+        self._decays = {name: specs[name].role != "vector" for name in parameters}
+        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in parameters.items()} for m in MOMENTS}
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Placed], lr: float) -> None:
+        """Update every parameter in place from its gradient, with learning rate ``lr``."""
+        for decays in (True, False):
+            names = [n for n, p in self._parameters.items() if self._decays[n] == decays and p.placement.numel]
+            if not names:
+                continue
+            tensors = [self._parameters[n].tensor for n in names]
+            first, second = ([self._moments[m][n] for n in names] for m in MOMENTS)
+            adamw(
+                tensors,
+                [gradients[n].tensor for n in names],
+                first,
+                second,
+                [],
+                [torch.tensor(float(self.updates), device=t.device) for t in tensors],
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.betas[0],
+                beta2=self.config.betas[1],
+                lr=lr,
+                weight_decay=self.config.weight_decay if decays else 0.0,
+                eps=self.config.eps,
+                maximize=False,
+            )
+        self.updates += 1
+
+    def state(self) -> dict[str, Placed]:
+        """The moments, named ``<moment>.<parameter>``, to save or to load into."""
+        placed = {}
+        for moment, tensors in self._moments.items():
+            for name, tensor in tensors.items():
+                at = self._parameters[name].placement
+                placed[f"{moment}.{name}"] = Placed(at, tensor).renamed(f"{moment}.{name}")
+        return placed
+
+    @staticmethod
+    def bytes_per_parameter() -> int:
+        """Memory of the state, for float32 parameters."""
+        return 4 * len(MOMENTS)

@@ -1,0 +1,171 @@
+"""Starts local workers through torch's elastic agent, and tells one clear story when one of them fails.
+
+A failing worker writes what happened into a report; the launcher shows the report of the worker that failed first and
+ends the others within seconds. Under torchrun or SLURM this launcher is not used.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from equigrad.errors import UserError
+
+_FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
+# How long surviving workers may take to end after another one failed.
+_GRACE_SECONDS = 5
+
+
+def launch(workers: int, arguments: Sequence[str]) -> int:
+    """Run ``equigrad ARGUMENTS`` as ``workers`` local processes and return the exit code for the shell."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    with tempfile.TemporaryDirectory(prefix="equigrad-launch-") as folder:
+        os.environ[_FOLDER] = folder
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=f"equigrad-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGHUP",
+            shutdown_timeout=_GRACE_SECONDS,
+        )
+        handlers = {s: signal.signal(s, lambda number, _: _forward(Path(folder))) for s in _STOP_SIGNALS}
+        try:
+            elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
+            return 0
+        except ChildFailedError as failure:
+            deaths = {rank: f.exitcode for rank, f in failure.failures.items()}
+            return _explain(Path(folder), deaths)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            del os.environ[_FOLDER]
+
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _forward(folder: Path) -> None:
+    """Pass a request to stop on to the workers, which then save and end by themselves."""
+    for file in folder.glob("pid-*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGTERM)
+
+
+def _explain(folder: Path, deaths: dict[int, int]) -> int:
+    """Show the failure that came first, once. Returns 2 if the user can mend it, else 1."""
+    reports = [json.loads(file.read_text()) for file in folder.glob("report-*.json")]
+    # Whoever lost its peers is a victim; a worker killed by a signal left no report and is the cause.
+    causes = sorted((r for r in reports if not r["lost_peers"]), key=lambda r: r["time"])
+    reported = {r["rank"] for r in reports}
+    killed = [
+        rank for rank, code in sorted(deaths.items()) if rank not in reported and code not in (0, -signal.SIGTERM)
+    ]
+    if not causes and not killed:
+        causes = sorted(reports, key=lambda r: r["time"])
+    if causes:
+        first = causes[0]
+        if first["user_error"]:
+            print(f"equigrad: error: {first['text']}", file=sys.stderr)
+            return 2
+        print(f"equigrad: rank {first['rank']} failed:\n{first['text']}", file=sys.stderr)
+        return 1
+    for rank in killed or sorted(deaths)[:1]:
+        code = deaths[rank]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        print(f"equigrad: rank {rank} {how}; the run has ended", file=sys.stderr)
+    return 1
+
+
+def run_worker(rank: int, body: Callable[[], int]) -> int:
+    """Run one rank's work. Errors go into the launcher's report; without a launcher they are shown here, once.
+
+    Returns the exit code.
+    """
+    folder = os.environ.get(_FOLDER)
+    if folder:
+        (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+    try:
+        return body()
+    except UserError as error:
+        from equigrad.parallel.world import SharedUserError
+
+        if folder:
+            _report(Path(folder), rank, str(error), user_error=True, lost_peers=False)
+        elif rank == 0 or not isinstance(error, SharedUserError):
+            print(f"equigrad: error: {error}", file=sys.stderr)
+        code = 2
+    except Exception as error:
+        lost = _lost_peers(error)
+        if folder:
+            _report(Path(folder), rank, traceback.format_exc(), user_error=False, lost_peers=lost)
+        elif lost:
+            print(f"equigrad: rank {rank} lost its peers: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            print(f"equigrad: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        code = 1
+    # The others may hang in a collective: leave at once, without the clean-up that would wait for them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _report(folder: Path, rank: int, text: str, user_error: bool, lost_peers: bool) -> None:
+    record = {"rank": rank, "time": time.time(), "text": text, "user_error": user_error, "lost_peers": lost_peers}
+    aside = folder / f".report-{rank}"
+    aside.write_text(json.dumps(record))
+    aside.rename(folder / f"report-{rank}.json")
+
+
+def _lost_peers(error: Exception) -> bool:
+    """Whether an error only says that another process is gone."""
+    import torch.distributed as dist
+
+    text = str(error)
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+class StopRequest:
+    """Turns SIGTERM and SIGINT into a flag that the loop reads between steps. A second signal, later, ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._since = 0.0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in _STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # A terminal's Ctrl-C reaches a worker twice, directly and through the launcher; only a late repeat is meant.
+        if self.asked and time.monotonic() - self._since > 2.0:
+            raise KeyboardInterrupt
+        self.asked, self._since = True, self._since or time.monotonic()

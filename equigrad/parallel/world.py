@@ -1,0 +1,185 @@
+"""This process among the others: rank, device, device mesh, and the few collectives that the loop itself needs.
+
+With one process there is no process group, and every collective is the identity.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from equigrad.config.layout import Layout
+from equigrad.errors import UserError
+from equigrad.parallel.environment import ProcessEnv, process_env
+
+
+class SharedUserError(UserError):
+    """A user error that every rank raises, so that rank 0 alone needs to show it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view.
+
+    rank, size:  among all processes
+    lane, lanes: among the data lanes, each of which computes rows of its own
+    local_rank:  on this machine
+    mesh:        dimensions (dp_replicate, dp_shard), or None with one process
+    """
+
+    layout: Layout
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+
+    @property
+    def lane(self) -> int:
+        return self.rank
+
+    @property
+    def lanes(self) -> int:
+        return self.layout.data_lanes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all: prints, and writes the run folder's common files."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, in float64."""
+        return self._reduce(values, "SUM")
+
+    def max(self, values: list[float]) -> list[float]:
+        """Maxima over all ranks."""
+        return self._reduce(values, "MAX")
+
+    def _reduce(self, values: list[float], kind: str) -> list[float]:
+        if self.size == 1:
+            return values
+        import torch.distributed as dist
+
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, kind))
+        return tensor.tolist()
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.sum([0.0])
+
+    def gather(self, value: Any) -> list[Any]:
+        """A JSON-able value of every rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [int(s) for s in self.sum([float(len(data) * (r == self.rank)) for r in range(self.size)])]
+        parts = [torch.zeros(max(sizes), dtype=torch.uint8, device=self.device) for _ in sizes]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        mine[: len(data)] = data
+        dist.all_gather(parts, mine)
+        return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes, strict=True)]
+
+    def agree(self, value: Any, what: str) -> None:
+        """Check that a JSON-able value is the same on every rank; the error names the ranks that differ."""
+        values = self.gather(value)
+        different = [rank for rank, other in enumerate(values) if other != values[0]]
+        if different:
+            raise RuntimeError(f"ranks disagree about {what}: ranks {different} differ from rank 0")
+
+    def everywhere(self, action: Callable[[], Any], when: bool = True) -> Any:
+        """Run ``action`` on the ranks where ``when`` holds. Its ``UserError`` on one rank is raised on all of them.
+
+        Returns the result on the ranks that ran it, else None.
+        """
+        result, problem = None, None
+        try:
+            if when:
+                result = action()
+        except UserError as error:
+            problem = str(error)
+        if self.size == 1 and problem is not None:
+            raise UserError(problem)
+        problems = self.gather(problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                same_everywhere = all(other == text for other in problems)
+                raise SharedUserError(text if rank == 0 or same_everywhere else f"rank {rank}: {text}")
+        return result
+
+    def close(self) -> None:
+        """Leave the process group. Ranks wait for each other first: gloo aborts if one is still talking."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with suppress(Exception):
+                self.barrier()
+            dist.destroy_process_group()
+
+
+def start(layout: Layout) -> World:
+    """Join the process group and build the device mesh. ``UserError`` where the world does not fit the layout."""
+    env = process_env() or ProcessEnv(0, 1, 0, 1)
+    if env.world_size != layout.world_size:
+        raise UserError(
+            f"layout {layout.describe()} does not fit the {env['world_size']} processes that were started;"
+            " the product of the degrees must equal their number"
+        )
+    local_size = max(1, env.local_world_size)
+    device = _device(layout, env.local_rank, local_size)
+    threads = layout.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, _cores() // local_size)
+    torch.set_num_threads(threads)
+    if env.world_size == 1:
+        return World(layout, 0, 1, 0, device, None)
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=layout.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(
+        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device(layout: Layout, local_rank: int, local_size: int) -> torch.device:
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if layout.device == "cuda" and available < local_size:
+        raise UserError(f"layout.device is cuda, but {local_size} local processes have {available} GPUs")
+    if layout.device == "cpu" or available < local_size:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Ask the C library to keep freed memory instead of returning it to the system after every large tensor.
+
+    Otherwise each big activation costs its page faults again in every step. Only glibc knows these options; elsewhere
+    this does nothing.
+    """
+    import ctypes
+
+    trim_threshold, mmap_threshold = -1, -3
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)

@@ -1,0 +1,87 @@
+"""From the job as written to the job as run: everything that depends on a tokenizer or on given weights is filled in.
+
+Torch-free, so that ``--dry-run`` answers at once.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from equigrad.config import Job
+from equigrad.config.model import Model
+from equigrad.data.tokenizers import Tokenizer
+from equigrad.errors import UserError
+from equigrad.models.huggingface import read_config
+from equigrad.run import Run
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where weights come from: a Hugging Face folder, or a checkpoint of a run of ours."""
+
+    folder: Path
+    model: Model
+    tokenizer: Path | None
+    checkpoint: Path | None
+
+
+def find_weights(path: str | Path) -> Weights:
+    """What lies at ``path``: a Hugging Face folder, a run (its latest checkpoint) or one checkpoint of a run."""
+    from equigrad.checkpoint.folder import latest
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"no folder at {folder}: expected a Hugging Face model, a run or a checkpoint")
+    if (folder / "config.json").exists():
+        tokenizer = folder if (folder / "tokenizer.json").exists() else None
+        return Weights(folder, read_config(folder), tokenizer, None)
+    run, checkpoint = Run(folder), None
+    if run.exists():
+        checkpoint = latest(folder / "checkpoints")
+        if checkpoint is None:
+            raise UserError(f"{folder} is a run without a checkpoint yet")
+    elif (folder / "manifest.json").exists():
+        run, checkpoint = Run(folder.parent.parent), folder
+    else:
+        raise UserError(
+            f"{folder} has neither config.json (a model), job.toml (a run) nor manifest.json (a checkpoint)"
+        )
+    model = run.job().model.model_copy(update={"weights": None})
+    return Weights(folder, model, run.tokenizer, checkpoint)
+
+
+def resolve_weights(job: Job) -> Job:
+    """Fill the model's shape, and the tokenizer unless one is given, from ``model.weights``."""
+    if job.model.weights is None:
+        return job
+    found = find_weights(job.model.weights)
+    explicit = job.model.model_fields_set - {"weights"}
+    for key in sorted(explicit):
+        ours, theirs = getattr(job.model, key), getattr(found.model, key)
+        if ours != theirs:
+            raise UserError(
+                f"model.{key} is {ours}, but {found.folder} has {theirs}; leave it out to take it from there"
+            )
+    model = found.model.model_copy(update={"weights": job.model.weights})
+    data = job.data
+    if "tokenizer" not in data.model_fields_set and found.tokenizer is not None:
+        chosen = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
+        data = data.model_copy(update={"tokenizer": chosen})
+    if data.context > model.max_position_embeddings:
+        raise UserError(
+            f"data.context {data.context} is longer than the model in {found.folder} allows:"
+            f" max_position_embeddings is {model.max_position_embeddings}"
+        )
+    return job.model_copy(update={"model": model, "data": data})
+
+
+def resolve_vocabulary(job: Job, tokenizer: Tokenizer) -> Job:
+    """Take the vocabulary from the tokenizer, or check that the model's holds it."""
+    size = job.model.vocab_size
+    if size is None:
+        return job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokenizer.vocab_size})})
+    if tokenizer.vocab_size > size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but model.vocab_size is {size}:"
+            " the model lacks embeddings for some of them; use the model's own tokenizer or raise model.vocab_size"
+        )
+    return job

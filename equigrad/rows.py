@@ -1,0 +1,47 @@
+"""From a schedule's rows to tensors on the device. Both training and evaluation feed the model through here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equigrad.config.model import Model
+from equigrad.data.samples import SampleRef
+from equigrad.data.stream import Stream
+from equigrad.models.specs import flops_per_token
+from equigrad.numerics.row import Row
+from equigrad.schedule.packing import Schedule, plan
+
+
+@dataclass(frozen=True)
+class RowTensors:
+    """The tokens of a row: ``ids``, ``labels`` [T] int64 and ``loss`` [T] bool, in the order of ``row``'s segments."""
+
+    row: Row
+    ids: Tensor
+    labels: Tensor
+    loss: Tensor
+
+
+def schedule_samples(
+    samples: Sequence[SampleRef], model: Model, lanes: int, row_tokens: int, packing: str = "best_fit"
+) -> Schedule:
+    """The schedule of these samples, balanced by the operations each of them costs."""
+    lengths = [s.length for s in samples]
+    cost = {n: n * flops_per_token(model, (n + 1) / 2) for n in set(lengths)}
+    return plan(lengths, [cost[n] for n in lengths], lanes, row_tokens, packing)  # type: ignore[arg-type]
+
+
+def row_tensors(stream: Stream, samples: Sequence[SampleRef], device: torch.device) -> RowTensors:
+    """Read the samples of one row; without samples the row is empty."""
+    read = [stream.read(ref) for ref in samples]
+
+    def joined(name: str, dtype: torch.dtype) -> Tensor:
+        parts = [s.streams[name] for s in read]
+        array = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return torch.from_numpy(array).to(device, dtype)
+
+    row = Row.of([s.length for s in samples], device)
+    return RowTensors(row, joined("ids", torch.int64), joined("labels", torch.int64), joined("loss", torch.bool))

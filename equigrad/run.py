@@ -1,0 +1,119 @@
+"""Run folders: where a job's resolved form, tokenizer, checkpoints, metrics and report live.
+
+    runs/<name>/
+      job.toml        the resolved job
+      tokenizer/      tokenizer.json and its configuration
+      checkpoints/    step-00000100/ ...
+      metrics.jsonl   one record a line
+      summary.json    once the run has finished
+      report.html
+
+A run is never overwritten by accident. Torch-free.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from equigrad.config import Job, dump_toml
+from equigrad.config.load import make_job, override_value, parse_overrides, read_toml, set_key
+from equigrad.errors import UserError
+
+# What a resumed run may not change: the meaning of its state.
+_FIXED = ("seed", "model", "data")
+_FREE = ("data.cache", "model.weights")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and the names inside it."""
+
+    folder: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.folder / "job.toml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.folder / "summary.json"
+
+    def exists(self) -> bool:
+        """Whether a run has been started here."""
+        return self.job_file.exists()
+
+    def job(self) -> Job:
+        """The resolved job of this run."""
+        if not self.exists():
+            raise UserError(f"{self.folder} is not a run folder: it has no job.toml")
+        return make_job(read_toml(self.job_file), str(self.job_file))
+
+    def check_free(self) -> None:
+        """``UserError`` unless a new run may be started here."""
+        if self.exists():
+            raise UserError(
+                f"{self.folder} already holds a run; --resume continues it, --run DIR chooses another folder"
+            )
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"{self.folder} exists and is not an empty folder; --run DIR chooses another one")
+
+    def write_job(self, job: Job) -> None:
+        """Create the folder and write the resolved job, atomically."""
+        write_text(self.job_file, dump_toml(job))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json``, atomically."""
+        write_json(self.summary, summary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one piece: aside, then renamed. ``UserError`` where the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one piece."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def resumed_job(run: Run, given: Job | None, overrides: Sequence[str]) -> Job:
+    """The job to go on with: the run's own with overrides, or a given one that agrees on what must not change."""
+    stored = run.job()
+    if given is None:
+        tree = stored.model_dump(exclude_none=True)
+        origin: dict[str, str] = {}
+        for key, text in parse_overrides(overrides):
+            set_key(tree, key, override_value(key, text), origin)
+        given = make_job(tree, str(run.job_file), origin)
+    changed = [key for key in _different(stored, given) if key.split(".")[0] in _FIXED and key not in _FREE]
+    if changed:
+        raise UserError(f"{run.folder}: a resumed run cannot change {', '.join(changed)}; start a new run for that")
+    return given
+
+
+def _different(a: BaseModel, b: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Dotted keys whose values differ."""
+    for name in type(a).model_fields:
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, BaseModel) and isinstance(y, BaseModel):
+            yield from _different(x, y, f"{prefix}{name}.")
+        elif x != y:
+            yield prefix + name

@@ -1,0 +1,108 @@
+"""Which sample is computed where and when: sample metadata in, a ``Schedule`` out. Pure Python over numbers.
+
+Every rank computes the schedule alone and identically. Invariants, all tested: each sample appears in exactly one row;
+no row exceeds the cap; every round has one row per lane (some may be empty, and only where no row could be split any
+further); the result depends on nothing but the arguments.
+"""
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from equigrad.errors import UserError
+
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``rounds[r][lane]`` holds the sample numbers of one row, in row order; () is an empty row.
+
+    Example: three samples on two lanes, ``Schedule((((0,), (2,)), ((1,), ())))``: two rounds, the last row empty.
+    """
+
+    rounds: tuple[tuple[Row, ...], ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on all ranks, or the ranks disagree about the work."""
+        return hashlib.sha256(json.dumps(self.rounds).encode()).hexdigest()
+
+    def lane(self, lane: int) -> list[Row]:
+        """The rows of one data lane, round by round."""
+        return [round_[lane] for round_ in self.rounds]
+
+
+def plan(
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    lanes: int,
+    row_tokens: int,
+    packing: Literal["best_fit", "first_fit"] = "best_fit",
+) -> Schedule:
+    """Pack samples of ``lengths`` tokens into rows of at most ``row_tokens``, and deal the rows to ``lanes``.
+
+    Rows are split at sample boundaries, the costliest first, until their number is a multiple of ``lanes``; rounds are
+    made of rows of similar cost, because lanes wait for each other at the end of a round.
+    """
+    for number, length in enumerate(lengths):
+        if length > row_tokens:
+            raise UserError(f"sample {number} has {length} tokens, more than batch.row_tokens = {row_tokens}")
+    rows = _fill(lengths, row_tokens, packing)
+    rows = _align(rows, costs, lanes)
+    rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
+    rows += [()] * (-len(rows) % lanes)
+    return Schedule(tuple(tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)))
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[Row]:
+    """First-fit or best-fit decreasing. Equal lengths end up side by side, which attention makes use of."""
+    rows: list[list[int]] = []
+    free: list[int] = []  # first fit: room left, by row
+    by_room: list[tuple[int, int]] = []  # best fit: (room left, row), sorted
+    for sample in _longest_first(lengths):
+        need = lengths[sample]
+        if packing == "best_fit":
+            at = bisect_left(by_room, (need, -1))
+            room, row = by_room.pop(at) if at < len(by_room) else (cap, len(rows))
+            insort(by_room, (room - need, row))
+        else:
+            row = next((r for r, room in enumerate(free) if room >= need), len(rows))
+            if row == len(rows):
+                free.append(cap)
+            free[row] -= need
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+    return [tuple(row) for row in rows]
+
+
+def _align(rows: list[Row], costs: Sequence[float], lanes: int) -> list[Row]:
+    """Split rows until their number divides by ``lanes`` or every row is one sample."""
+    rows = list(rows)
+    while len(rows) % lanes:
+        splittable = [r for r, row in enumerate(rows) if len(row) > 1]
+        if not splittable:
+            break
+        costliest = max(splittable, key=lambda r: (sum(costs[i] for i in rows[r]), -r))
+        rows[costliest : costliest + 1] = _halves(rows[costliest], costs)
+    return rows
+
+
+def _halves(row: Row, costs: Sequence[float]) -> list[Row]:
+    """Two rows of about equal cost: the costliest sample next always goes to the cheaper half."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0.0, 0.0]
+    for sample in sorted(row, key=lambda i: (-costs[i], i)):
+        half = int(totals[1] < totals[0])
+        halves[half].append(sample)
+        totals[half] += costs[sample]
+    return [tuple(half) for half in halves]

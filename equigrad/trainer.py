@@ -1,0 +1,161 @@
+"""The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equigrad.build import build_model
+from equigrad.checkpoint.rng import rng_state, set_rng_state
+from equigrad.checkpoint.state import Checkpointer, load
+from equigrad.config import Job
+from equigrad.data.stream import Batch, Stream
+from equigrad.errors import UserError
+from equigrad.evaluation import Evaluation, evaluate
+from equigrad.objectives.language_model import language_model
+from equigrad.observe.profile import StepProfiler
+from equigrad.optim.adamw import AdamW
+from equigrad.optim.norm import clip, local_square_sum
+from equigrad.optim.schedule import learning_rate
+from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.placement import Placed, place_all
+from equigrad.parallel.sharding import reduce_gradients
+from equigrad.parallel.world import World
+from equigrad.rows import row_tensors, schedule_samples
+from equigrad.schedule.packing import Schedule
+
+
+class Trainer:
+    """One run on this rank. Its whole state is: parameters, optimizer, data cursor, counters, generators."""
+
+    def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
+        self.job, self.folder, self.world, self.stream = job, folder, world, stream
+        self.model = build_model(job, world)
+        self.parameters = place_all(self.model.named_parameters())
+        self.optimizer = AdamW(job.optim, self.parameters, self.model.specs)
+        self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
+        self.step = 0
+        self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0, "seconds": 0.0}
+
+    def run(self, observer: "Observer", stop: StopRequest) -> bool:
+        """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""
+        job, saved = self.job, self.step if self.step else -1
+        profiler = StepProfiler(job.observe.profile_steps if self.world.is_main else None, self.folder)
+        stopped = False
+        while self.step < job.train.steps and not stopped:
+            began = time.perf_counter()
+            with profiler.step(self.step + 1):
+                batch = self.stream.next_batch()
+                record, stopped = self.update(batch, stop)
+            seconds = time.perf_counter() - began
+            self.counters["seconds"] += seconds
+            observer.step(record | {"step_seconds": seconds}, batch)
+            if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
+                observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
+            if job.checkpoint.every and self.step % job.checkpoint.every == 0:
+                self.save()
+                saved = self.step
+        if saved != self.step:
+            self.save()
+        profiler.close()
+        self.checkpointer.close()
+        return self.step >= job.train.steps
+
+    def update(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
+        """One step: gradients of the batch, checks on all ranks together, update, counters.
+
+        Returns the step's record and whether any rank was asked to stop. A step that is empty or not finite is refused
+        before any state changes.
+        """
+        job, world = self.job, self.world
+        if batch.loss_tokens == 0:
+            raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
+        schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
+        if self.step == 0 or job.layout.world_size > 1:
+            world.agree(schedule.digest, f"the schedule of step {self.step + 1}")
+        share, executed = self.forward_backward(batch, schedule)
+        gradients = place_all((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None)
+        square = float(local_square_sum(gradients.values()))
+        loss, square, executed_tokens, asked = world.sum([share, square, float(executed), float(stop.asked)])
+        norm = square**0.5
+        lr = learning_rate(job.optim, self.step, job.train.steps)
+        self._apply(gradients, loss, norm, lr)
+        self.step += 1
+        self.counters["tokens"] += batch.tokens
+        record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
+                  "executed_tokens": int(executed_tokens), "loss_tokens": batch.loss_tokens,
+                  "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        return record, asked > 0
+
+    def forward_backward(self, batch: Batch, schedule: Schedule) -> tuple[float, int]:
+        """Accumulate the gradients of this lane's rows. Returns its share of the loss and the tokens it computed."""
+        rows = schedule.lane(self.world.lane)
+        share, executed = [], 0
+        for number, row in enumerate(rows):
+            reduce_gradients(self.model, self.job.layout.reduce_every_round or number == len(rows) - 1)
+            tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world.device)
+            losses = self.model(tensors.ids, tensors.row, tensors.labels)
+            loss = language_model(losses, tensors.loss, batch.loss_tokens)
+            loss.backward()
+            share.append(loss.detach().double())
+            executed += len(tensors.ids)
+        return float(torch.stack(share).sum()), executed
+
+    def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
+        """Update the parameters, or refuse the step if it is not finite."""
+        job, finite = self.job, torch.isfinite(torch.tensor([loss, norm])).all()
+        if finite:
+            if job.optim.clip_norm > 0:
+                clip(gradients.values(), norm, job.optim.clip_norm)
+            self.optimizer.step(gradients, lr)
+            self.counters["skipped_in_a_row"] = 0
+        self.model.zero_grad(set_to_none=True)
+        if finite:
+            return
+        what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}"
+        if job.train.non_finite == "stop":
+            raise UserError(
+                f"{what}: not finite, nothing was changed; the last checkpoint is good."
+                ' Lower optim.lr, look at the data, or leave such steps out with train.non_finite = "skip"'
+            )
+        self.counters["skipped"] += 1
+        self.counters["skipped_in_a_row"] += 1
+        if self.counters["skipped_in_a_row"] > job.train.max_skips:
+            raise UserError(f"{what}: not finite, and so were {job.train.max_skips} steps before it; the run stops")
+
+    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+        """Held-out loss; None where nothing is held out."""
+        held_out = self.stream.held_out(max_tokens)
+        return evaluate(self.model, self.stream, held_out, self.job, self.world) if held_out.samples else None
+
+    def state(self) -> dict[str, Placed]:
+        """Every tensor of the run, under the names that checkpoints use."""
+        model = {f"model.{n}": p.renamed(f"model.{n}") for n, p in self.parameters.items()}
+        return model | {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
+
+    def save(self) -> None:
+        """Checkpoint the state after the current step."""
+        meta = {"step": self.step, "counters": self.counters, "cursor": self.stream.cursor(),
+                "updates": self.optimizer.updates}  # fmt: skip
+        self.checkpointer.save(self.step, self.state(), meta, {"rng": rng_state()})
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up the state of a checkpoint, written on any layout."""
+        manifest = load(checkpoint, self.state())
+        meta = manifest.meta
+        self.step, self.counters = meta["step"], meta["counters"]
+        self.optimizer.updates = meta["updates"]
+        self.stream.seek(meta["cursor"])
+        if len(manifest.rank_meta) == self.world.size:  # on another layout the generators start anew
+            set_rng_state(manifest.rank_meta[self.world.rank]["rng"])
+
+
+class Observer:
+    """What the loop tells the outside. The default says nothing; the command line shows, writes and reports."""
+
+    def step(self, record: dict[str, Any], batch: Batch) -> None:
+        """After every step, on every rank."""
+
+    def evaluation(self, step: int, result: Evaluation | None) -> None:
+        """After every evaluation, on every rank."""
