@@ -36,7 +36,6 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, append_eos: bool
     Text and prompts begin with BOS, and end with EOS where ``append_eos``; a chat holds the tokens its template writes.
     """
     eos = [tokenizer.eos_id] if append_eos else []
-    template = ChatTemplate(tokenizer.chat_template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
     if not tokenizer.cuts_at_lines:
         documents = _joined(documents)
     for batch in _batches(documents):
@@ -45,7 +44,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, append_eos: bool
         elif isinstance(batch[0], Prompt):
             yield _prompts(cast(list[Prompt], batch), tokenizer, eos)
         else:
-            yield _chats(cast(list[Chat], batch), tokenizer, template)
+            yield _chats(cast(list[Chat], batch), tokenizer)
 
 
 def _texts(batch: list[Text], tokenizer: Tokenizer, eos: list[int]) -> list[Encoded]:
@@ -58,17 +57,17 @@ def _texts(batch: list[Text], tokenizer: Tokenizer, eos: list[int]) -> list[Enco
 
 def _prompts(batch: list[Prompt], tokenizer: Tokenizer, eos: list[int]) -> list[Encoded]:
     # Special tokens are tokens here: whoever prepares prompts writes them as the model shall see them.
-    prompts = tokenizer.encode_with_offsets([record.prompt for record in batch])
-    completions = tokenizer.encode_with_offsets([record.completion for record in batch])
+    prompts = tokenizer.encode_batch([record.prompt for record in batch], special=True)
+    completions = tokenizer.encode_batch([record.completion for record in batch], special=True)
     encoded = []
-    for record, (prompt, _), (completion, _) in zip(batch, prompts, completions, strict=True):
+    for record, prompt, completion in zip(batch, prompts, completions, strict=True):
         ids = _sequence([tokenizer.bos_id], prompt, completion, eos)
         encoded.append(Encoded(ids, np.arange(len(ids)) > len(prompt), len(record.completion.encode())))
     return encoded
 
 
-def _chats(batch: list[Chat], tokenizer: Tokenizer, template: ChatTemplate) -> list[Encoded]:
-    chats = [_rendered(chat, template) for chat in batch]
+def _chats(batch: list[Chat], tokenizer: Tokenizer) -> list[Encoded]:
+    chats = [_rendered(chat, tokenizer.template) for chat in batch]
     encoded = []
     for chat, (ids, offsets) in zip(chats, tokenizer.encode_with_offsets([c.text for c in chats]), strict=True):
         loss = token_mask(offsets, chat.spans)

@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
-from equigrad.data.chat import CHATML
+from equigrad.data.chat import CHATML, ChatTemplate
 from equigrad.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -66,9 +66,17 @@ class Tokenizer:
         whole, first, second = self.encode_batch(["a\nb", "a\n", "b"])
         return np.array_equal(whole, np.concatenate([first, second]))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids (int32 [n]) of each text as plain text: ``<|endoftext|>`` in it is thirteen characters, not a token."""
-        self._engine.encode_special_tokens = True
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, compiled."""
+        return ChatTemplate(self.chat_template, bos_token=self.bos_token, eos_token=self.eos_token)
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[np.ndarray]:
+        """Ids (int32 [n]) of each text, without begin and end of text.
+
+        ``<|endoftext|>`` in a text is thirteen characters; with ``special``, for rendered chats, it is a token.
+        """
+        self._engine.encode_special_tokens = not special
         encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
@@ -81,6 +89,17 @@ class Tokenizer:
         self._engine.encode_special_tokens = False
         encodings = self._engine.encode_batch(list(texts), add_special_tokens=False)
         return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
+
+    def chat_prompt(self, messages: list[dict]) -> str:
+        """The chat as text, up to where the assistant begins to write; encode it with ``special``."""
+        return self.template.text(messages, add_generation_prompt=True)
+
+    def turn_ends(self) -> set[int]:
+        """The special token, if any, with which the template ends the assistant's turn: where generation stops."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (ids,) = self.encode_batch([self.template.text(chat).rstrip()], special=True)
+        added = self._engine.get_added_tokens_decoder()
+        return {i for i in ids[-1:].tolist() if i in added and added[i].special}
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, special tokens left out; incomplete UTF-8 becomes U+FFFD."""

@@ -64,6 +64,15 @@ def test_special_tokens_of_a_rendered_text_are_tokens(bpe: Tokenizer) -> None:
     assert offsets.tolist() == [[0, 12], [12, 13], [13, 23]]
 
 
+def test_a_chat_prompt_ends_where_the_assistant_begins_and_its_turn_where_the_template_says(bpe: Tokenizer) -> None:
+    prompt = bpe.chat_prompt([{"role": "user", "content": "Hi"}])
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    (ids,) = bpe.encode_batch([prompt], special=True)
+    assert ids.tolist() == bpe.encode_with_offsets([prompt])[0][0].tolist()
+    assert [bpe.decode(ids), bpe.turn_ends()] == ["user\nHi\nassistant\n", {2}]
+    assert BYTES.turn_ends() == set()  # <|im_end|> is ordinary text there
+
+
 def test_training_gives_the_same_vocabulary_in_every_process(bpe: Tokenizer) -> None:
     program = "from equigrad.data.tokenizers import train_bpe; from tests.data.conftest import CORPUS;"
     program += "print(train_bpe(iter(CORPUS), 320).digest)"
