@@ -7,6 +7,7 @@ A value is None where nothing was logged, and NaN or infinite where that was log
 """
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -44,17 +45,17 @@ def thin(columns: Sequence[Sequence[Value]], buckets: int) -> list[int]:
 
 
 def smooth(values: Sequence[Value], reach: int, rows: Sequence[int]) -> list[Value]:
-    """At each of ``rows``, the mean of the value and its ``reach`` neighbours on either side; gaps stay gaps.
+    """At each of ``rows``, the median of the value and its ``reach`` neighbours on either side; gaps stay gaps.
 
     Near the start, where a loss falls steeply, as few neighbours on the right as there are on the left; at the end the
-    mean of the last values.
+    median of the last values. A mean would turn every spike into a plateau.
     """
-    means: list[Value] = []
+    medians: list[Value] = []
     for i in rows:
         side = min(reach, i)
         near = [v for v in values[i - side : i + side + 1] if is_finite(v)]
-        means.append(math.fsum(near) / len(near) if is_finite(values[i]) else None)
-    return means
+        medians.append(statistics.median(near) if is_finite(values[i]) else None)
+    return medians
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ Table = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: its column, its name in the legend, and how it is drawn (``plain``, ``thin``, ``bold`` or ``dotted``)."""
+    """One line: its column, its name in the legend, and its style: ``plain``, ``thin``, ``bold`` or ``dotted``."""
 
     key: str
     label: str
@@ -145,7 +145,7 @@ def _toml(path: Path) -> str:
 def _table(records: Sequence[dict[str, Any]], keys: Sequence[str], reach: int = 0) -> Table:
     """The columns ``step`` and ``keys`` of the records, thinned.
 
-    With ``reach`` there is a ``_smooth`` column for each as well, of means over all records.
+    With ``reach`` there is a ``_smooth`` column for each as well, of medians over all records.
     """
     columns: Table = {key: [r.get(key) for r in records] for key in keys}
     rows = thin(list(columns.values()), BUCKETS)
