@@ -69,7 +69,7 @@ def digest_files(path: Path, prefix: str = "model.") -> str:
 def _exchange(
     block: Mapping[str, Whole], tensors: Mapping[str, Placed], rank: int, group: dist.ProcessGroup | None
 ) -> Tensor | None:
-    """Sends this rank's boxes of the i-th tensor of ``block`` to rank i; returns this rank's tensor, if it has one."""
+    """Sends this rank's boxes of the i-th tensor of ``block`` to rank i; returns the i-th tensor on rank i."""
     result, transfers, landings = None, [], []
     for hasher, (name, whole) in enumerate(block.items()):
         if hasher != rank:
@@ -87,9 +87,7 @@ def _exchange(
             if holder == rank:
                 target.copy_(tensors[name].tensor)
                 continue
-            landing = (
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            )
+            landing = target if target.is_contiguous() else torch.empty(box.shape, dtype=target.dtype, device=device)
             transfers.append(dist.P2POp(dist.irecv, _bytes(landing), group=group, group_peer=holder))
             landings.append((target, landing))
     for work in dist.batch_isend_irecv(transfers) if transfers else []:
@@ -114,7 +112,8 @@ def _node(name: str, tensor: Tensor, pool: ThreadPoolExecutor) -> bytes:
         sha.update(value[start : start + LEAF_BYTES])
         return sha.digest()
 
-    root = _root(list(pool.map(leaf, range(0, len(value), LEAF_BYTES))))
+    starts = range(0, len(value), LEAF_BYTES)
+    root = _root(list(pool.map(leaf, starts) if len(starts) > 1 else map(leaf, starts)))
     what = {"dtype": str(tensor.dtype).removeprefix("torch."), "name": name, "shape": list(tensor.shape)}
     text = json.dumps(what, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(b"\x02" + text.encode() + root).digest()

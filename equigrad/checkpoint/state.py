@@ -8,7 +8,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when the last save is on the disk. Raises: as ``save``."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if (pending := self._pending) is not None:
+            wait([pending])  # interrupted here, it is still pending, and its buffers are not to be touched
+            self._pending = None
             pending.result()
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class Checkpointer:
         for name, placed in tensors.items():
             if placed.placement.replica or not placed.placement.numel:
                 continue
-            source = placed.tensor
+            source = placed.tensor.detach()
             buffer = self._buffers.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                 buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=not source.is_cpu)
@@ -159,10 +160,13 @@ def load(path: Path, tensors: Mapping[str, Placed], only: str = "", group: dist.
     rank, size = rank_and_size(group)
     manifest = together(lambda: verify(path, rank, size), group)
     wanted = {name: placed for name, placed in tensors.items() if name.startswith(only)}
+    stored = {name: f"{t.dtype} {list(t.shape)}" for name, t in manifest.tensors.items() if name.startswith(only)}
     here: dict[str, str] = {}
     for claimed in gather(claims(wanted), group):
-        here |= {name: f"{claim.dtype} {list(claim.shape)}" for name, claim in claimed.items()}
-    stored = {name: f"{t.dtype} {list(t.shape)}" for name, t in manifest.tensors.items() if name.startswith(only)}
+        for name, claim in claimed.items():
+            described = f"{claim.dtype} {list(claim.shape)}"
+            if here.setdefault(name, described) == stored.get(name):
+                here[name] = described  # so that a rank which differs is heard
     if here != stored:
         raise UserError(f"{path} is a checkpoint of another architecture. {_differences(here, stored)}")
     storage.read(path, manifest, wanted, group)

@@ -140,15 +140,13 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {item.index.fqn: item for item in plan.items}
         boxes = {name: (_box(item), _dtype(item)) for name, item in items.items()}
-        results = []
+        done: Future[list[WriteResult]] = Future()
         if items:
             file = self._path / _file_name(self._rank)
             stored = write_tensors(file, boxes, lambda name: cast(Tensor, planner.resolve_data(items[name])))
-            results = [
-                WriteResult(MetadataIndex(file.name), stored.size, stored)
-            ]  # of the file: the plans say the rest
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+            done.set_result([WriteResult(MetadataIndex(file.name), stored.size, stored)])  # what else, the plans say
+        else:
+            done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
