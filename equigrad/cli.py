@@ -106,6 +106,11 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
+        option = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
+        if option and self.prog.endswith(("train", "eval")):
+            from equigrad.config.load import nearest
+
+            raise UserError(f"unknown option --{option}{nearest(option)}")
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 

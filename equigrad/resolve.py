@@ -66,12 +66,19 @@ def resolve_weights(job: Job) -> Job:
     if "tokenizer" not in data.model_fields_set and found.tokenizer is not None:
         chosen = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
         data = data.model_copy(update={"tokenizer": chosen})
-    if data.context > model.max_position_embeddings:
+    job = job.model_copy(update={"model": model, "data": data})
+    check_context(job, found)
+    return job
+
+
+def check_context(job: Job, weights: Weights) -> None:
+    """``UserError`` where samples of the job are longer than the given model allows."""
+    limit = weights.model.max_position_embeddings
+    if job.data.context > limit:
         raise UserError(
-            f"data.context {data.context} is longer than the model in {found.folder} allows:"
-            f" max_position_embeddings is {model.max_position_embeddings}"
+            f"data.context {job.data.context} is longer than the model in {weights.folder} allows:"
+            f" max_position_embeddings is {limit}"
         )
-    return job.model_copy(update={"model": model, "data": data})
 
 
 def resolve_vocabulary(job: Job, tokenizer: Tokenizer) -> Job:

@@ -12,7 +12,9 @@ A run is never overwritten by accident. Torch-free.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,10 @@ class Run:
             )
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise UserError(f"{self.folder} exists and is not an empty folder; --run DIR chooses another one")
+        folder = self.folder.absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write {self.folder}: {existing} is not a folder one may write into")
 
     def write_job(self, job: Job) -> None:
         """Create the folder and write the resolved job, atomically."""
@@ -78,15 +84,22 @@ class Run:
         write_json(self.summary, summary)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with a file or folder while it is written (a full disk, say) is a ``UserError``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file in one piece: aside, then renamed. ``UserError`` where the folder cannot be written."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.tmp")
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -8,7 +8,7 @@ from equigrad.config import Job, load_job
 from equigrad.config.load import make_job, override_value, parse_overrides, set_key
 from equigrad.errors import UserError
 from equigrad.parallel.environment import process_env
-from equigrad.resolve import Weights, find_weights
+from equigrad.resolve import Weights, check_context, find_weights
 from equigrad.run import write_json
 
 
@@ -18,6 +18,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     weights = find_weights(arguments.model)
     job = _job(weights, arguments, overrides)
+    check_context(job, weights)
     env = process_env()
     if env is None and job.layout.world_size > 1:
         words = ["eval", arguments.model, *overrides]

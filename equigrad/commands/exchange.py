@@ -10,7 +10,7 @@ from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.models.specs import parameter_count, parameter_specs
 from equigrad.resolve import find_weights
-from equigrad.run import Run
+from equigrad.run import Run, writing
 
 
 def import_main(arguments: argparse.Namespace) -> int:
@@ -33,7 +33,8 @@ def import_main(arguments: argparse.Namespace) -> int:
     tokenizer = own_tokenizer(weights) if weights.tokenizer else None
     data = Data(context=min(512, weights.model.max_position_embeddings))
     if tokenizer is not None:
-        tokenizer.save(run.tokenizer)
+        with writing(run.tokenizer):
+            tokenizer.save(run.tokenizer)
         data = data.model_copy(update={"tokenizer": Tokenizer(kind="file", path=str(run.tokenizer))})
     named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
     saver = Checkpointer(run.folder / "checkpoints", Checkpoint(asynchronous=False))
@@ -67,8 +68,9 @@ def export_main(arguments: argparse.Namespace) -> int:
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
     config = to_huggingface(weights.model, bos, eos, dtype)
     tensors = model_tensors(weights, parameter_specs(weights.model))
-    write_huggingface(folder, config, tensors, getattr(torch, dtype), arguments.shard_mb << 20)
+    write_huggingface(folder.resolve(), config, tensors, getattr(torch, dtype), arguments.shard_mb << 20)
     if tokenizer is not None:
-        tokenizer.save(folder)
+        with writing(folder):
+            tokenizer.save(folder)
     print(f"{folder}: {parameter_count(weights.model):,} parameters in {dtype}")
     return 0

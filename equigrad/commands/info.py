@@ -8,7 +8,7 @@ from typing import Any
 from equigrad.errors import UserError
 from equigrad.models.specs import parameter_count, parameter_specs
 from equigrad.resolve import Weights, find_weights
-from equigrad.run import Run, write_json
+from equigrad.run import Run, write_json, writing
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -26,7 +26,7 @@ def _run(run: Run) -> dict[str, Any]:
     from equigrad.checkpoint.folder import list_checkpoints
 
     job = run.job()
-    summary = json.loads(run.summary.read_text()) if run.summary.exists() else None
+    summary = _summary(run.summary)
     return {
         "kind": "run",
         "path": str(run.folder),
@@ -38,6 +38,16 @@ def _run(run: Run) -> dict[str, Any]:
         "checkpoints": [_checkpoint(c) for c in list_checkpoints(run.folder / "checkpoints")],
         "summary": summary,
     }
+
+
+def _summary(path: Path) -> dict[str, Any] | None:
+    """What a finished run left, else None."""
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: not the summary of a run: {error}") from None
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -99,5 +109,6 @@ def report_main(arguments: argparse.Namespace) -> int:
     run = Run(Path(arguments.path))
     if not run.exists():
         raise UserError(f"{run.folder} is not a run folder: it has no job.toml")
-    print(write_report(run.folder))
+    with writing(run.folder):
+        print(write_report(run.folder))
     return 0

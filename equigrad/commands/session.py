@@ -21,7 +21,7 @@ from equigrad.observe.progress import open_progress
 from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.world import World, keep_freed_memory, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
-from equigrad.run import Run, write_json
+from equigrad.run import Run, write_json, writing
 from equigrad.trainer import Observer, Trainer
 
 
@@ -61,7 +61,8 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
 
     def create() -> tuple[Job, Tokenizer, Stream]:
         made = make()
-        made[1].save(run.tokenizer)
+        with writing(run.tokenizer):
+            made[1].save(run.tokenizer)
         run.write_job(made[0])
         for stats in made[2].stats:
             print(_line(stats))
@@ -105,7 +106,8 @@ def _sinks(trainer: Trainer, run: Run, peak: Peak | None) -> Sinks:
     if step:
         title += f", resumed after step {step}"
     progress = open_progress(job.train.steps, step, title, peak.source)
-    return open_sinks(job, run.folder, step or None, progress)
+    with writing(run.folder):
+        return open_sinks(job, run.folder, step or None, progress)
 
 
 class _Recorder(Observer):
@@ -124,7 +126,7 @@ class _Recorder(Observer):
         # Mean number of keys that a query of this batch sees.
         context = sum(s.length * (s.length + 1) / 2 for s in batch.samples) / batch.tokens
         used = flops_per_token(job.model, context) * rate / world.size
-        self._sinks.log(
+        self._log(
             record
             | {
                 "tokens_per_second": rate,
@@ -136,7 +138,11 @@ class _Recorder(Observer):
 
     def evaluation(self, step: int, result: Evaluation | None) -> None:
         if result is not None and self._peak is not None:
-            self._sinks.log({"kind": "eval", "step": step} | result.record())
+            self._log({"kind": "eval", "step": step} | result.record())
+
+    def _log(self, record: dict[str, Any]) -> None:
+        with writing(self._trainer.folder):
+            self._sinks.log(record)
 
 
 def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluation | None) -> None:
@@ -172,7 +178,8 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
     if job.observe.report:
         from equigrad.observe.report import write_report
 
-        print(f"report: {write_report(run.folder)}")
+        with writing(run.folder):
+            print(f"report: {write_report(run.folder)}")
 
 
 def _sample(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str] | None:

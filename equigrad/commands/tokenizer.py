@@ -6,12 +6,13 @@ from pathlib import Path
 from equigrad.config.data import Data, Source, Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.errors import UserError
+from equigrad.run import writing
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Train on all documents of the sources and save ``tokenizer.json``."""
-    if arguments.vocab_size < 258:
-        raise UserError("--vocab-size must be at least 258: 256 bytes and the special tokens")
+    if arguments.vocab_size < 259:
+        raise UserError("--vocab-size must be at least 259: 256 bytes and the special tokens")
     out = Path(arguments.out)
     if (out / "tokenizer.json").exists():
         raise UserError(f"{out / 'tokenizer.json'} exists already")
@@ -20,6 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
         tokenizer=Tokenizer(kind="bpe", vocab_size=arguments.vocab_size),
     )
     tokenizer = build_tokenizer(data, out)
-    tokenizer.save(out)
+    with writing(out):
+        tokenizer.save(out)
     print(f"{out / 'tokenizer.json'}: {tokenizer.vocab_size} tokens")
     return 0

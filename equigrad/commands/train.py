@@ -1,7 +1,6 @@
 """``equigrad train``: find the run folder, start workers if the layout needs them, train, and leave a summary."""
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,9 +92,3 @@ def _vocabulary(job: Job) -> int:
     from equigrad.data.vocabulary import build_tokenizer
 
     return build_tokenizer(job.data, Path("/nonexistent")).vocab_size
-
-
-def discard_if_new(run: Run) -> None:
-    """Take away the folder of a run that failed before it began, so that the next try finds it free."""
-    if run.folder.is_dir() and not run.exists():
-        shutil.rmtree(run.folder, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from equigrad.config.base import Section
 
@@ -62,7 +62,7 @@ class Data(Section):
     """Which documents are trained on and held out."""
 
     sources: list[Source] = Field([Source(path="builtin:moby-dick")], min_length=1)
-    """Where the training documents come from; several sources mix by weight."""
+    """Where the training documents come from; several sources mix by weight. A single one needs no brackets."""
     held_out_every: int = Field(0, ge=0)
     """Hold out every n-th document of each source (the n-th, 2n-th, ...) for evaluation; 0 holds out none."""
     held_out_sources: list[Source] = []
@@ -78,6 +78,11 @@ class Data(Section):
     """Draw the samples of each epoch in an order given by the seed, else in file order."""
     cache: str | None = None
     """Folder of tokenised sources; by default ``$EQUIGRAD_CACHE``, else ``~/.cache/equigrad``."""
+
+    @field_validator("sources", "held_out_sources", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str | dict) else value
 
 
 class Batch(Section):

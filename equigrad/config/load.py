@@ -25,12 +25,11 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
 
     Raises ``UserError`` for a file that cannot be read, unknown keys, wrong types and impossible values.
     """
-    path = path or QUICKSTART
-    tree = read_toml(path)
+    tree = read_toml(path or QUICKSTART)
     origin: dict[str, str] = {}
     for key, text in parse_overrides(overrides):
         set_key(tree, key, override_value(key, text), origin)
-    return make_job(tree, str(path), origin)
+    return make_job(tree, str(path or "the embedded quickstart"), origin)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -57,18 +56,29 @@ def make_job(tree: dict[str, Any], file: str, origin: dict[str, str] | None = No
 def _explain(error: Any, file: str, origin: dict[str, str]) -> str:
     loc = [part for part in error["loc"] if not (isinstance(part, str) and "[" in part)]
     key = ".".join(map(str, loc))
-    where = origin.get(key, file)
+    message = error["msg"].removeprefix("Value error, ")
+    where = _where(key, message, file, origin)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {key!r}{nearest(key)}"
-    message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
     shown = "" if isinstance(given, dict | BaseModel) else f" (given: {given!r})"
     return f"{where}: {key}: {message}{shown}" if key else f"{where}: {message}"
 
 
+def _where(key: str, message: str, file: str, origin: dict[str, str]) -> str:
+    """Where the value at ``key`` came from. What is wrong with a section as a whole may come from both places."""
+    parts = key.split(".")
+    above = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in origin), None)
+    if above is not None:
+        return origin[above]
+    below = sorted(k for k in origin if (k.startswith(f"{key}.") if key else k in message))
+    return f"{file}, with --{', --'.join(below)}" if below else file
+
+
 def nearest(key: str) -> str:
-    """A hint at the valid key closest to an unknown one."""
+    """A hint at the valid key or section closest to an unknown one."""
     keys = [name for name, _ in walk(Job)]
+    keys += sorted({name.rpartition(".")[0] for name in keys if "." in name})
     leaf = key.rpartition(".")[2]
     close = difflib.get_close_matches(key, keys, 1, 0.75) or [k for k in keys if k.rpartition(".")[2] == leaf]
     close = close or difflib.get_close_matches(key, keys, 1, 0.5)
@@ -140,6 +150,10 @@ def _toml(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
+        pass
+    try:
+        return float(text)  # .5 and 5. are not TOML
+    except ValueError:
         return {"true": True, "false": False}.get(text.lower())
 
 
