@@ -1,6 +1,7 @@
 """The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,22 @@ class Trainer:
         job, saved = self.job, self.step if self.step else -1
         profiler = StepProfiler(job.observe.profile_steps if self.world.is_main else None, self.folder)
         stopped = False
-        while self.step < job.train.steps and not stopped:
-            began = time.perf_counter()
-            with profiler.step(self.step + 1):
-                batch = self.stream.next_batch()
-                record, stopped = self.update(batch, stop)
-            seconds = time.perf_counter() - began
-            self.counters["seconds"] += seconds
-            observer.step(record | {"step_seconds": seconds}, batch)
-            if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
-                observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
-            if job.checkpoint.every and self.step % job.checkpoint.every == 0:
+        with closing(profiler), closing(self.checkpointer):
+            while self.step < job.train.steps and not stopped:
+                began = time.perf_counter()
+                with profiler.step(self.step + 1):
+                    batch = self.stream.next_batch()
+                    record, stopped = self.update(batch, stop)
+                seconds = time.perf_counter() - began
+                self.counters["seconds"] += seconds
+                observer.step(record | {"step_seconds": seconds}, batch)
+                if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
+                    observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
+                if job.checkpoint.every and self.step % job.checkpoint.every == 0:
+                    self.save()
+                    saved = self.step
+            if saved != self.step:
                 self.save()
-                saved = self.step
-        if saved != self.step:
-            self.save()
-        profiler.close()
-        self.checkpointer.close()
         return self.step >= job.train.steps
 
     def update(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:

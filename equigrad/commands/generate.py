@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     model = open_model(weights, job, start(job.layout))
     texts = [tokenizer.chat_prompt([{"role": "user", "content": p}]) if arguments.chat else p for p in prompts]
     begin = [] if arguments.chat else [tokenizer.bos_id]
-    ids = [begin + encoded.tolist() for encoded in tokenizer.encode_batch(texts)]
+    ids = [begin + encoded.tolist() for encoded in tokenizer.encode_batch(texts, special=arguments.chat)]
     stop = {tokenizer.eos_id} | (tokenizer.turn_ends() if arguments.chat else set())
     outputs = generate(
         model, ids, arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed, sorted(stop)

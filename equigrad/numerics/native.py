@@ -55,6 +55,7 @@ class NativeOps:
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         return _Rotary.apply(x, *table)
 
+    @torch.compiler.disable  # its calls depend on the lengths of the segments: a compiled row would serve no other row
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
         if row.cache is not None:
             return row.cache.attention(q, k, v, layer, window, row)
@@ -157,9 +158,12 @@ class _Norm(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotate the halves (a, b) of the last dimension to (a cos - sign b sin, b cos + sign a sin)."""
-    y = torch.empty_like(x)
-    (a, b), (ya, yb) = x.chunk(2, -1), y.chunk(2, -1)
+    a, b = x.chunk(2, -1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    if torch.compiler.is_compiling():  # the compiler fuses this, and mishandles writes into halves
+        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin], -1)
+    y = torch.empty_like(x)
+    ya, yb = y.chunk(2, -1)
     torch.mul(a, cos, out=ya).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=yb).addcmul_(a, sin, value=sign)
     return y
@@ -213,8 +217,8 @@ class _CrossEntropy(torch.autograd.Function):
         tokens, vocab = x.shape[0], weight.shape[0]
         keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
         kept = torch.empty(tokens if keep else 0, vocab, device=x.device)
-        loss, inverse = torch.empty(2, tokens, device=x.device)
-        log_sum = torch.empty(tokens, device=x.device)
+        # Separate tensors, not views of one: FSDP warns of modules that return views.
+        loss, inverse, log_sum = (torch.empty(tokens, device=x.device) for _ in range(3))
         for part in _chunks(tokens, vocab):
             logits = _logits(xq[part], wq, kept[part] if keep else None)
             label = logits.gather(1, labels[part, None]).squeeze(1)

@@ -1,0 +1,185 @@
+"""The native ops against float64 references written with plain PyTorch, values and gradients."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from equigrad.numerics.attention import _per_tile, _tiles, packed_attention
+from equigrad.numerics.deferred import DeferredWeightGradients
+from equigrad.numerics.native import NativeOps
+from equigrad.numerics.row import Row
+
+LENGTHS = [(5,), (1, 7, 7, 7, 2), (130, 1, 64), ()]
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).requires_grad_()
+
+
+def assert_same(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], rtol: float = 2e-6
+) -> None:
+    """Values and all input gradients agree with the float64 reference, relative to the largest entry."""
+    exact = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    ours, theirs = op(*inputs), reference(*exact)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == torch.float32
+    weights = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    floating = [i for i, t in enumerate(inputs) if t.is_floating_point()]
+    mine = torch.autograd.grad((ours * weights.float()).sum(), [inputs[i] for i in floating])
+    right = torch.autograd.grad((theirs * weights).sum(), [exact[i] for i in floating])
+    for a, b in [(ours, theirs), *zip(mine, right, strict=True)]:
+        scale = max(1.0, b.detach().abs().max().item()) if b.numel() else 1.0
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=rtol * scale)
+
+
+ops = NativeOps()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_match_float64(lengths: tuple[int, ...], bias: bool) -> None:
+    row = Row.of(lengths)
+    inputs = [tensor(row.tokens, 24), tensor(10, 24), tensor(7, 24, seed=3)]
+    inputs += [tensor(10), tensor(7)] if bias else []
+
+    def ours(x: Tensor, a: Tensor, b: Tensor, *biases: Tensor) -> Tensor:
+        return torch.cat(ops.linears(x, [a, b], biases or (None, None), row), 1)
+
+    def reference(x: Tensor, a: Tensor, b: Tensor, *biases: Tensor) -> Tensor:
+        p, q = biases or (None, None)
+        return torch.cat([F.linear(x, a, p), F.linear(x, b, q)], 1)
+
+    assert_same(ours, reference, inputs)
+
+
+@pytest.mark.parametrize("shape", [(9, 16), (5, 4, 16), (0, 16)])
+def test_norm_matches_float64(shape: tuple[int, ...]) -> None:
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w
+
+    row = Row.of([shape[0]])
+    assert_same(lambda x, w: ops.norm(x, w, 1e-5, row), reference, [tensor(*shape), tensor(16)])
+
+
+def test_gated_matches_float64() -> None:
+    row = Row.of([6])
+    assert_same(lambda g, u: ops.gated(g, u, row), lambda g, u: F.silu(g) * u, [tensor(6, 8), tensor(6, 8, seed=1)])
+
+
+def test_fork_adds_both_gradients() -> None:
+    row = Row.of([6])
+
+    def ours(x: Tensor) -> Tensor:
+        a, b = ops.fork(x, row)
+        return ops.add(a * 3, b * b, row)
+
+    assert_same(ours, lambda x: x * 3 + x * x, [tensor(6, 8)])
+
+
+def test_embedding_matches_float64_with_repeated_ids() -> None:
+    ids = torch.tensor([3, 0, 3, 3, 1])
+    row = Row.of([5])
+    assert_same(lambda w: ops.embedding(ids, w, row), lambda w: w[ids], [tensor(4, 6)])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_rotary_matches_complex_rotation(lengths: tuple[int, ...]) -> None:
+    row = Row.of(lengths)
+    frequencies = 1 / 100 ** (torch.arange(0, 8, 2) / 8)
+    table = ops.rotary_table(frequencies, 1.0, row)
+
+    def reference(x: Tensor) -> Tensor:
+        angles = row.positions[:, None].double() * frequencies
+        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    assert_same(lambda x: ops.rotary(x, table, row), reference, [tensor(row.tokens, 3, 8)])
+
+
+def attention_reference(lengths: tuple[int, ...], window: int | None) -> Callable[..., Tensor]:
+    """Softmax over an explicit mask of the whole row."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        at = torch.arange(len(segment))
+        mask = (segment[:, None] == segment) & (at[:, None] >= at)
+        if window is not None:
+            mask &= at[:, None] - at < window
+        repeat = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(repeat, 1).transpose(0, 1) for t in (k, v))
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1) if len(segment) else scores
+        return (weights @ v).transpose(0, 1)
+
+    return run
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("window", [None, 1, 5, 70])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_matches_float64(lengths: tuple[int, ...], window: int | None, kv_heads: int) -> None:
+    tokens = sum(lengths)
+    inputs = [tensor(tokens, 4, 8), tensor(tokens, kv_heads, 8, seed=1), tensor(tokens, kv_heads, 8, seed=2)]
+    reference = attention_reference(lengths, window)
+    assert_same(lambda q, k, v: packed_attention(q, k, v, lengths, window), reference, inputs)
+    portable = tuple(_tiles(lengths, window))  # what devices without a kernel of their own run
+    assert_same(lambda q, k, v: _per_tile(q, k, v, portable), reference, inputs)
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+@pytest.mark.parametrize("tokens", [0, 1, 700])
+def test_cross_entropy_matches_float64_whether_logits_are_kept_or_not(budget: int, tokens: int) -> None:
+    labels = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(0))
+    limited, row = NativeOps(saved_logits_bytes=budget), Row.of([tokens])
+    assert_same(
+        lambda x, w: limited.cross_entropy(x, w, labels, row),
+        lambda x, w: F.cross_entropy(x @ w.t(), labels, reduction="none"),
+        [tensor(tokens, 12), tensor(50, 12)],
+    )
+
+
+def test_cross_entropy_is_finite_for_extreme_logits() -> None:
+    x = torch.tensor([[1e4, 0.0], [-1e4, 0.0]]).requires_grad_()
+    loss = ops.cross_entropy(x, torch.eye(2), torch.tensor([1, 0]), Row.of([2]))
+    loss.sum().backward()
+    assert loss.tolist() == [1e4, 1e4]
+    assert torch.isfinite(x.grad).all()
+
+
+def test_deferred_weight_gradients_equal_immediate_ones() -> None:
+    row, ids = Row.of([9]), torch.arange(9) % 5
+
+    def parameters() -> list[Tensor]:
+        return [tensor(5, 8), tensor(8), tensor(12, 8), tensor(12), tensor(8, 12)]
+
+    def loss(weights: list[Tensor]) -> Tensor:
+        embedding, norm, up, bias, down = weights
+        x = ops.norm(ops.embedding(ids, embedding, row), norm, 1e-5, row)
+        (hidden,) = ops.linears(x, [up], [bias], row)
+        return ops.linear(hidden, down, None, row).square().sum()
+
+    now, later = parameters(), parameters()
+    loss(now).backward()
+    with DeferredWeightGradients() as deferred:
+        loss(later).backward()
+    assert all(w.grad is None for w in later)
+    assert len(deferred) == len(later)
+    deferred.run()
+    for a, b in zip(now, later, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_bfloat16_products_keep_float32_gradients() -> None:
+    low, row = NativeOps(torch.bfloat16), Row.of([8])
+    x, weight, labels = tensor(8, 16), tensor(10, 16), torch.arange(8)
+    loss = low.cross_entropy(low.linear(x, tensor(16, 16), None, row), weight, labels, row)
+    loss.sum().backward()
+    assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    exact = F.cross_entropy(x.double() @ tensor(16, 16).double().t() @ weight.double().t(), labels, reduction="none")
+    torch.testing.assert_close(loss.double(), exact, rtol=0.05, atol=0.05)

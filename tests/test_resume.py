@@ -1,0 +1,195 @@
+"""Runs as users meet them: interrupted, killed, resumed, on other layouts. Real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import command, start_command, steps_of, summary, tiny_job, write_job
+
+SPLIT = {"optim__schedule_steps": 20, "checkpoint__every": 5, "batch__tokens": 200}
+
+
+def run(job: Any, folder: Path, *words: str) -> Path:
+    """Train ``job`` in ``folder``; fails with the command's own words."""
+    done = command("train", write_job(job, folder.with_suffix(".toml")), "--run", folder, *words)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def digests(folder: Path, tmp: Path) -> dict[int, str]:
+    """Digest of every checkpoint, by step, as ``equigrad info`` tells it."""
+    done = command("info", folder, "--json", tmp / "info.json")
+    assert done.returncode == 0, done.stderr
+    return {c["step"]: c["parameter_digest"] for c in json.loads((tmp / "info.json").read_text())["checkpoints"]}
+
+
+def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path) -> None:
+    whole = run(tiny_job(**SPLIT, train__steps=20), tmp_path / "whole")
+    parts = run(tiny_job(**SPLIT, train__steps=10), tmp_path / "parts")
+    done = command("train", "--run", parts, "--resume", "--train.steps", "20")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(whole) == steps_of(parts)
+    assert summary(whole)["parameter_digest"] == summary(parts)["parameter_digest"]
+    assert summary(whole)["held_out_loss"] == summary(parts)["held_out_loss"]
+    assert summary(whole)["tokens"] == summary(parts)["tokens"]
+    for where in (whole, parts):
+        assert digests(where, tmp_path)[20] == summary(where)["parameter_digest"]
+    # All state, the optimizer's moments too: the files of the last checkpoints are equal byte for byte.
+    last = "checkpoints/step-00000020/rank-00000.safetensors"
+    assert (whole / last).read_bytes() == (parts / last).read_bytes()
+
+
+def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
+    job = tiny_job(**SPLIT | {"checkpoint__every": 1}, train__steps=20)
+    whole = run(job, tmp_path / "whole")
+    killed = tmp_path / "killed"
+    toml = write_job(job, tmp_path / "job.toml")
+    for attempt in range(4):
+        process = start_command("train", toml, "--run", killed, *(["--resume"] if attempt else []))
+        seen = len(steps_of(killed)) if (killed / "metrics.jsonl").exists() else 0
+        while process.poll() is None and not (
+            (killed / "metrics.jsonl").exists() and len(steps_of(killed)) >= seen + 3 + attempt
+        ):
+            time.sleep(0.01)
+        process.kill()  # with a save every step, most likely in the middle of one
+        process.wait()
+    done = command("train", toml, "--run", killed, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(killed) == steps_of(whole)
+    assert summary(killed)["parameter_digest"] == summary(whole)["parameter_digest"]
+    left = [p.name for p in (killed / "checkpoints").iterdir() if not p.name.startswith("step-")]
+    assert left == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_resume_on_another_layout_loses_and_repeats_no_sample(tmp_path: Path, before: int, after: int) -> None:
+    whole = run(tiny_job(**SPLIT, train__steps=10), tmp_path / "whole")
+    parts = run(tiny_job(**SPLIT, train__steps=5, layout__dp_shard=before), tmp_path / "parts")
+    done = command("train", "--run", parts, "--resume", "--train.steps", "10", "--layout.dp_shard", str(after))
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(steps_of(whole), steps_of(parts), strict=True):
+        assert a[0] == b[0]
+        assert a[3] == b[3]
+        assert a[1:3] == pytest.approx(b[1:3], rel=1e-4)
+    cursors = [
+        json.loads((r / "checkpoints/step-00000010/manifest.json").read_text())["meta"]["cursor"]
+        for r in (whole, parts)
+    ]
+    assert cursors[0] == cursors[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+    job = tiny_job(train__steps=100000, layout__dp_shard=ranks, batch__tokens=100)
+    folder = tmp_path / "run"
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", folder)
+    wait_for_steps(process, folder, 3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "--resume continues the run" in out
+    assert "Traceback" not in err
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step-")) == steps_of(folder)[-1][0]
+    again = command("train", "--run", folder, "--resume", "--train.steps", str(steps_of(folder)[-1][0] + 1))
+    assert again.returncode == 0, again.stderr
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, steps: int) -> None:
+    """Return once the run has recorded so many steps."""
+    deadline = time.monotonic() + 60
+    while not ((folder / "metrics.jsonl").exists() and len(steps_of(folder)) >= steps):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Worker processes of a launcher."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(p) for p in found.split()]
+
+
+def test_a_killed_worker_ends_the_run_within_seconds_and_is_named(tmp_path: Path) -> None:
+    job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
+    folder = tmp_path / "run"
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", folder)
+    wait_for_steps(process, folder, 3)
+    victim = next(pid for pid in children(process.pid) if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert not [pid for pid in children(process.pid)]
+
+
+def test_a_worker_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> None:
+    """A fault planted on rank 1 only: rank 0 would wait in a collective for it."""
+    planted = tmp_path / "sitecustomize.py"
+    planted.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import equigrad.trainer as t\n"
+        "    whole = t.Trainer.forward_backward\n"
+        "    def broken(self, *a):\n"
+        "        if self.step == 2: raise ZeroDivisionError('planted fault')\n"
+        "        return whole(self, *a)\n"
+        "    t.Trainer.forward_backward = broken\n"
+    )
+    job = tiny_job(train__steps=100000, layout__dp_shard=2)
+    began = time.monotonic()
+    done = command(
+        "train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run", env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("planted fault") == 1
+    assert "rank 1 failed" in done.stderr
+
+
+def test_an_existing_run_is_not_overwritten_and_a_missing_one_starts(tmp_path: Path) -> None:
+    job = tiny_job(train__steps=1)
+    folder = run(job, tmp_path / "run", "--resume")  # nothing to resume yet: it starts
+    before = (folder / "metrics.jsonl").read_bytes()
+    again = command("train", tmp_path / "run.toml", "--run", folder)
+    assert again.returncode == 2
+    assert "--resume continues it" in again.stderr
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    finished = command("train", "--run", folder, "--resume")
+    assert finished.returncode == 0, finished.stderr
+    assert (folder / "metrics.jsonl").read_text().count('"kind": "step"') == 1
+
+
+def test_what_gives_the_state_its_meaning_cannot_change_on_resume(tmp_path: Path) -> None:
+    folder = run(tiny_job(train__steps=1), tmp_path / "run")
+    for words in (["--model.hidden_size", "64"], ["--data.context", "32"], ["--seed", "9"]):
+        done = command("train", "--run", folder, "--resume", *words)
+        assert done.returncode == 2
+        assert words[0][2:] in done.stderr
+
+
+def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+    import sys
+
+    from tests.jobs import environment
+
+    toml = write_job(tiny_job(layout__dp_shard=2, train__steps=2), tmp_path / "job.toml")
+    words = ["--standalone", "--nproc-per-node=2", "-m", "equigrad", "train", toml, "--run", tmp_path / "torchrun"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
+        capture_output=True, text=True, env=environment(), timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    own = run(tiny_job(layout__dp_shard=2, train__steps=2), tmp_path / "own")
+    assert summary(own)["parameter_digest"] == summary(tmp_path / "torchrun")["parameter_digest"]
