@@ -26,6 +26,9 @@ usage: equigrad COMMAND ...
 
 `equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else."""
 
+_KEYS = """Every key of a job, to be set in its file or as an override. Defaults are those of a job file that leaves the
+key out; without a job file the embedded quickstart is the job, and it sets some of them."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
@@ -58,7 +61,7 @@ def _dispatch(command: str, words: list[str]) -> int:
     if command == "train" and {"-h", "--help"} & set(words):
         from equigrad.config.load import help_text
 
-        print(parser.format_help() + "\nEvery key of a job, to be set in its file or as an override:\n\n" + help_text())
+        print(f"{parser.format_help()}\n{_KEYS}\n\n{help_text()}")
         return 0
     words, overrides = split_overrides(words) if command in ("train", "eval") else (words, [])
     arguments = parser.parse_args(words)
@@ -120,7 +123,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command == "train":
         add("job", nargs="?", help="TOML file of the job; without it, the embedded quickstart")
         add("--run", metavar="DIR", help="run folder; by default runs/<name>")
-        add("--resume", action="store_true", help="continue the run in that folder from its latest checkpoint")
+        add("--resume", action="store_true", help="go on with the run in that folder, or start it if there is none")
         add("--dry-run", action="store_true", help="print the resolved job and its size, and stop")
     elif command == "eval":
         add("model", help="run, checkpoint or Hugging Face folder")

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-import math
+import re
 import tomllib
 import types
 import typing
@@ -77,7 +77,8 @@ def _where(key: str, message: str, file: str, origin: dict[str, str]) -> str:
 
 def nearest(key: str) -> str:
     """A hint at the valid key or section closest to an unknown one."""
-    keys = [name for name, _ in walk(Job)]
+    key = re.sub(r"\.\d+(?=\.)", "[]", key)
+    keys = [name for name, _ in walk(Job, entries=True)]
     keys += sorted({name.rpartition(".")[0] for name in keys if "." in name})
     leaf = key.rpartition(".")[2]
     close = difflib.get_close_matches(key, keys, 1, 0.75) or [k for k in keys if k.rpartition(".")[2] == leaf]
@@ -85,27 +86,29 @@ def nearest(key: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; `equigrad train --help` lists every key"
 
 
-def walk(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of the tree as (dotted key, field); sections themselves are not listed, their fields are."""
+def walk(section: type[BaseModel], prefix: str = "", entries: bool = False) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of the tree as (dotted key, field); sections themselves are not listed, their fields are.
+
+    ``entries`` adds the fields of a list's entries, as in ``data.sources[].weight``, which overrides cannot name.
+    """
     for name, field in section.model_fields.items():
-        inner = _section_of(field.annotation)
-        if inner is not None and field.annotation is inner:
-            yield from walk(inner, f"{prefix}{name}.")
-        else:
+        inner = section_of(field.annotation)
+        if field.annotation is not inner:
             yield prefix + name, field
-            if inner is not None and not _is_list(field.annotation):
-                yield from walk(inner, f"{prefix}{name}.")
+        if inner is not None and (entries or not is_list(field.annotation)):
+            yield from walk(inner, f"{prefix}{name}{'[]' * is_list(field.annotation)}.", entries)
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section inside an annotation such as ``Section``, ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and not typing.get_args(annotation) and issubclass(annotation, BaseModel):
         return annotation
-    found = (_section_of(a) for a in typing.get_args(annotation))
+    found = (section_of(a) for a in typing.get_args(annotation))
     return next((f for f in found if f is not None), None)
 
 
-def _is_list(annotation: Any) -> bool:
+def is_list(annotation: Any) -> bool:
+    """Whether an annotation is that of a list."""
     return typing.get_origin(annotation) is list
 
 
@@ -194,8 +197,6 @@ def _toml_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -226,8 +227,14 @@ def default_text(field: FieldInfo) -> str:
 
 def help_text() -> str:
     """Every key of the job with its type, default and meaning."""
-    lines = []
-    for key, field in walk(Job):
+    lines: list[str] = []
+    shown: set[int] = set()
+    for key, field in walk(Job, entries=True):
+        if id(field) in shown:  # two lists with the same kind of entry
+            continue
+        shown.add(id(field))
         doc = " ".join((field.description or "").split()).replace("``", "")
-        lines.append(f"  --{key} {{{type_name(field.annotation)}}}  (default: {default_text(field)})\n        {doc}")
+        option = f"  {key}" if "[]" in key else f"--{key}"
+        default = "required" if field.is_required() else f"default: {default_text(field)}"
+        lines.append(f"  {option} {{{type_name(field.annotation)}}}  ({default})\n        {doc}")
     return "\n".join(lines)
