@@ -129,8 +129,8 @@ def start(layout: Layout) -> World:
     """Join the process group and build the device mesh. ``UserError`` where the world does not fit the layout."""
     env = process_env() or ProcessEnv(0, 1, 0, 1)
     if env.world_size != layout.world_size:
-        raise UserError(
-            f"layout {layout.describe()} does not fit the {env['world_size']} processes that were started;"
+        raise SharedUserError(
+            f"layout {layout.describe()} does not fit the {env.world_size} processes that were started;"
             " the product of the degrees must equal their number"
         )
     local_size = max(1, env.local_world_size)
