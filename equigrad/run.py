@@ -90,7 +90,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot write {error.filename or path}: {error.strerror or error}") from None
 
 
 def write_text(path: Path, text: str) -> None:
