@@ -89,7 +89,7 @@ def anchor(key: str) -> str:
 
 def table(key: str, section: type[BaseModel]) -> str:
     """The section's own keys, those of the sections inside it aside."""
-    lines = ["| key | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for name, field in section.model_fields.items():
         if section_of(field.annotation) is field.annotation:
             continue
