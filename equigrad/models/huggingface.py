@@ -18,7 +18,16 @@ _SAME = (
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings",
     "initializer_range",
 )  # fmt: skip
-_ROPE_KINDS = {"linear", "dynamic", "yarn", "llama3"}
+# What each kind of rotary scaling takes besides its factor.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": ("original_max_position_embeddings",),
+    "yarn": (
+        "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
 
 
 def read_config(folder: Path) -> Model:
@@ -75,8 +84,8 @@ def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "default":
         return values
-    if kind not in _ROPE_KINDS:
-        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_KINDS))}")
+    if kind not in _ROPE_KEYS:
+        raise UserError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_KEYS))}")
     unknown = set(rope) - set(RopeScaling.model_fields)
     if unknown:
         raise UserError(f"{where}: rope parameters {sorted(unknown)} of type {kind!r} are not supported")
@@ -107,8 +116,9 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
             "dtype": dtype, "torch_dtype": dtype, "rope_theta": config.rope_theta}  # fmt: skip
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
-        chosen = config.rope_scaling.model_dump(exclude_none=True, exclude_unset=True)
-        rope = {"rope_type": chosen.pop("kind")} | {"factor": config.rope_scaling.factor} | chosen
+        given = config.rope_scaling.model_dump(exclude_none=True)
+        rope = {"rope_type": given["kind"], "factor": given["factor"]}
+        rope |= {key: given[key] for key in _ROPE_KEYS[given["kind"]] if key in given}
         raw["rope_scaling"] = rope
     raw["rope_parameters"] = rope | {"rope_theta": config.rope_theta}
     if config.family == "llama":
@@ -125,11 +135,11 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
 
 def _check_family(config: Model) -> None:
     family = config.family
-    rules = {
+    rules: dict[str, dict[str, Any]] = {
         "llama": {"qk_norm": False, "output_bias": config.attention_bias, "sliding_window": None},
         "qwen2": {"qk_norm": False, "attention_bias": True, "output_bias": False, "mlp_bias": False},
         "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
-    }[family]
-    wrong = [f"{key} = {getattr(config, key)}" for key, value in rules.items() if getattr(config, key) != value]
+    }
+    wrong = [f"{key} = {getattr(config, key)}" for key, value in rules[family].items() if getattr(config, key) != value]
     if wrong:
         raise UserError(f"model.family {family!r} has no {', '.join(wrong)}; choose the family that does, to export")
