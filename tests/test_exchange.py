@@ -1,126 +1,196 @@
-"""Models go from Hugging Face folders into runs and back and arrive bit for bit; `transformers` takes what we write."""
+"""Import and export: bit for bit, loadable by ``transformers``; eval and generate agree with it."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from equigrad.cli import main
-
-SHAPE = {
-    "vocab_size": 10_000,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES: dict[str, dict[str, Any]] = {
-    "llama tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
-    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen2 windowed": {
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 16,
-        "max_window_layers": 1,
-    },
-    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": False},
-}
+from equigrad.data.tokenizers import byte_tokenizer
+from tests.jobs import command, summary, tiny_job, write_job
+from tests.models.test_decoder import MODELS, build, make, reference
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name)
-def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return SHAPE | CASES[request.param]
+def ok(*words: str | Path) -> str:
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def save(config: dict[str, Any], folder: Path, dtype: torch.dtype, shards: str) -> Path:
-    """A randomly initialised model of `transformers`, biases and norms included, as it saves one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
-    values = {k: v for k, v in config.items() if k != "model_type"}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **values), dtype=dtype)
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
+                                             ("qwen3", torch.float32), ("llama-llama3", torch.float16)])  # fmt: skip
+def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from equigrad.cli import main
+
+    model = build(make(name))
+    reference(model.config, model).to(dtype).save_pretrained(tmp_path / "in", max_shard_size="30KB")
+    byte_tokenizer().save(tmp_path / "in")
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = all_tensors(tmp_path / "in"), all_tensors(tmp_path / "out")
+    if model.config.tie_word_embeddings:
+        before.pop("lm_head.weight", None)
+    assert before.keys() == after.keys()
+    for key in before:
+        assert before[key].dtype == after[key].dtype == dtype
+        assert torch.equal(before[key], after[key])
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / d, dtype=torch.float32) for d in ("in", "out"))
+    ids = torch.arange(40)[None]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.normal_(1.0, 0.2)
-    model.save_pretrained(folder, max_shard_size=shards)
-    return folder
+        assert torch.equal(first(ids).logits, second(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Ahab") == [65, 104, 97, 98]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
+def test_exports_in_several_files(tmp_path: Path) -> None:
+    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_files, write_huggingface
 
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors = {f"w{i}": torch.randn(10, 10) for i in range(5)}
+    write_huggingface(tmp_path / "out", {"model_type": "llama"}, tensors.items(), torch.float32, 900)
+    files = {p.name for p in weight_files(tmp_path / "out").values()}
+    assert files == {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
+    assert all(torch.equal(t, tensors[n]) for n, t in huggingface_tensors(tmp_path / "out", tensors))
 
 
-def logits(folder: Path) -> torch.Tensor:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = tiny_job(train__steps=6, observe__tensorboard=True, train__eval_every=3)
+    ok("train", write_job(job, folder / "job.toml"), "--run", folder / "run")
+    return folder / "run"
+
+
+def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    kept = summary(trained)
+    assert kept["steps"] == 6
+    assert kept["tokens"] > 0
+    assert kept["held_out_bits_per_byte"] == pytest.approx(kept["held_out_loss"] / math.log(2), rel=1e-2)
+    for name in ("job.toml", "tokenizer/tokenizer.json", "metrics.jsonl", "report.html", "sample.json"):
+        assert (trained / name).stat().st_size
+    assert list((trained / "tensorboard").iterdir())
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [3, 6]
+    assert all(r["tokens"] == r["executed_tokens"] for r in records if r["kind"] == "step")
+
+
+def test_eval_agrees_with_training_and_with_transformers(trained: Path, tmp_path: Path) -> None:
+    """Held-out loss of the run = of its checkpoint = of its export = of ``transformers``, token-weighted."""
     from transformers import AutoModelForCausalLM
 
+    from equigrad.data.stream import Stream
+    from equigrad.run import Run
+
+    ok("export", trained, tmp_path / "hf")
+    results = []
+    for words in ([trained], [trained / "checkpoints/step-00000006"],
+                  [tmp_path / "hf", "--job", trained / "job.toml"], [trained, "--layout.dp_shard", "2"]):  # fmt: skip
+        ok("eval", *words, "--json", tmp_path / "result.json")
+        results.append(json.loads((tmp_path / "result.json").read_text()))
+    for result in results:
+        assert result["held_out_loss"] == pytest.approx(summary(trained)["held_out_loss"], rel=1e-6)
+        assert result["held_out_bits_per_byte"] == pytest.approx(summary(trained)["held_out_bits_per_byte"], rel=1e-6)
+    job = Run(trained).job()
+    stream = Stream(job.data, job.batch, job.seed, byte_tokenizer())
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    total = tokens = 0.0
     with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model(torch.arange(60).reshape(2, 30) * 83 % 10_000).logits
+        for ref in stream.held_out().samples:
+            sample = stream.read(ref)
+            logits = hf(torch.from_numpy(sample.ids.astype("int64"))[None]).logits[0]
+            labels = torch.from_numpy(sample.labels.astype("int64"))
+            total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            tokens += len(labels)
+    assert results[0]["tokens"] == tokens
+    assert results[0]["held_out_loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
-def digests(path: Path, tmp_path: Path) -> list[str]:
-    assert main(["info", str(path), "--json", str(tmp_path / "info.json")]) == 0
-    found = json.loads((tmp_path / "info.json").read_text())
-    return (
-        [c["parameter_digest"] for c in found["checkpoints"]] if "checkpoints" in found else [found["parameter_digest"]]
-    )
+def test_generate_is_greedy_like_transformers_and_the_same_in_a_batch(trained: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ok("export", trained, tmp_path / "hf")
+    words = ["--max-tokens", "12", "--temperature", "0", "--json", tmp_path / "out.json"]
+    ok("generate", trained, "--prompt", "Call me", "--prompt", "The whale, the whale", *words)
+    both = json.loads((tmp_path / "out.json").read_text())
+    ok("generate", tmp_path / "hf", "--prompt", "Call me", *words)
+    assert json.loads((tmp_path / "out.json").read_text()) == both[:1]
+    hf, tokenizer = (c.from_pretrained(tmp_path / "hf") for c in (AutoModelForCausalLM, AutoTokenizer))
+    ids = torch.tensor([[256, *tokenizer.encode("Call me", add_special_tokens=False)]])
+    theirs = hf.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=256)
+    assert both[0]["text"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shards", ["5GB", "600KB"], ids=["one file", "sharded"])
-def test_weights_survive_import_and_export_bit_for_bit(
-    config: dict[str, Any], dtype: torch.dtype, shards: str, tmp_path: Path
+def test_warm_start_takes_weights_alone_from_any_kind_of_folder(trained: Path, tmp_path: Path) -> None:
+    ok("export", trained, tmp_path / "hf")
+    wanted = summary(trained)["parameter_digest"]
+    for number, source in enumerate((trained, trained / "checkpoints/step-00000006", tmp_path / "hf")):
+        job = tmp_path / f"warm{number}.toml"
+        job.write_text(f'model.weights = "{source}"\n[train]\nsteps = 0\n[data]\ncontext = 32\n'
+                       "[observe]\nsample_tokens = 0\n")  # fmt: skip
+        ok("train", job, "--run", tmp_path / f"warm{number}")
+        assert summary(tmp_path / f"warm{number}")["parameter_digest"] == wanted
+    shutil.rmtree(tmp_path / "hf")  # a started run stands on its own
+    ok("train", "--run", tmp_path / "warm2", "--resume", "--train.steps", "1")
+
+
+def test_info_tells_the_same_digest_however_the_run_was_sharded(tmp_path: Path) -> None:
+    digests = set()
+    for ranks in (1, 2):
+        job = tiny_job(train__steps=0, layout__dp_shard=ranks, observe__sample_tokens=0)
+        ok("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / f"run{ranks}")
+        ok("info", tmp_path / f"run{ranks}", "--json", tmp_path / "info.json")
+        info = json.loads((tmp_path / "info.json").read_text())
+        digests |= {info["checkpoints"][0]["parameter_digest"], info["summary"]["parameter_digest"]}
+    ok("export", tmp_path / "run2", tmp_path / "hf")
+    ok("info", tmp_path / "hf", "--json", tmp_path / "info.json")
+    digests.add(json.loads((tmp_path / "info.json").read_text())["parameter_digest"])
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "extra", "shape", "truncated", "no weights", "family"])
+def test_bad_model_folders_are_refused_with_one_message(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = save(config, tmp_path / "theirs", dtype, shards)
-    run, ours = tmp_path / "run", tmp_path / "ours"
-    assert main(["import", str(theirs), str(run)]) == 0
-    assert main(["export", str(run), str(ours), "--shard-mb", "1" if shards != "5GB" else "5000"]) == 0
-    assert (ours / "model.safetensors.index.json").exists() == (shards != "5GB")
-    before, after = tensors(theirs), tensors(ours)
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert value.dtype == after[name].dtype
-        assert torch.equal(value.view(torch.uint8), after[name].view(torch.uint8)), name
-    assert torch.equal(logits(theirs), logits(ours))
-    assert digests(theirs, tmp_path) == digests(run, tmp_path) == digests(ours, tmp_path)
+    from equigrad.cli import main
+
+    model = build(make("llama"))
+    folder = tmp_path / "hf"
+    reference(model.config, model).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    if damage == "missing":
+        tensors.pop("model.norm.weight")
+    elif damage == "extra":
+        tensors["model.layers.9.mlp.up_proj.weight"] = torch.zeros(2)
+    elif damage == "shape":
+        tensors["model.norm.weight"] = torch.zeros(3)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    if damage == "no weights":
+        file.unlink()
+    if damage == "family":
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "mamba"}
+        (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("equigrad: error: ")
+    assert str(folder) in error
+    assert not (tmp_path / "run" / "job.toml").exists()
 
 
-def test_the_configuration_survives_import_and_export(config: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoConfig
+def test_every_family_exports(tmp_path: Path) -> None:
+    from equigrad.models.huggingface import to_huggingface
 
-    theirs = save(config, tmp_path / "theirs", torch.float32, "5GB")
-    run, ours = tmp_path / "run", tmp_path / "ours"
-    assert main(["import", str(theirs), str(run)]) == 0
-    assert main(["export", str(run), str(ours)]) == 0
-    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (theirs, ours))
-    without_meaning = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_name_or_path"}
-    if not config.get("use_sliding_window"):
-        without_meaning.add("max_window_layers")
-    differ = {key: (before[key], after.get(key)) for key in before if before[key] != after.get(key)}
-    assert differ.keys() <= without_meaning, differ
-
-
-def test_an_export_in_another_type_is_the_rounded_model(tmp_path: Path) -> None:
-    theirs = save(SHAPE | CASES["qwen3"], tmp_path / "theirs", torch.float32, "5GB")
-    ours = tmp_path / "ours"
-    assert main(["export", str(theirs), str(ours), "--dtype", "bfloat16"]) == 0
-    after = tensors(ours)
-    for name, value in tensors(theirs).items():
-        assert torch.equal(value.to(torch.bfloat16), after[name]), name
-    assert json.loads((ours / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {"llama", "qwen2", "qwen3"}

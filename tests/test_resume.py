@@ -130,7 +130,7 @@ def test_a_killed_worker_ends_the_run_within_seconds_and_is_named(tmp_path: Path
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err
-    assert not [pid for pid in children(process.pid)]
+    assert not children(process.pid)
 
 
 def test_a_worker_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_worker_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> No
     assert time.monotonic() - began < 60
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.count("planted fault") == 1
+    assert done.stderr.count("ZeroDivisionError: planted fault") == 1
     assert "rank 1 failed" in done.stderr
 
 

@@ -87,12 +87,12 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[_Tile, ...]) -> Tensor:
-        out = torch.empty_like(q)
-        sums = []
+        parts, sums = [], []
         for tile in tiles:
             part, log_sum = _flash(*tile.split(q, k, v), 0.0, tile.window is None, attn_mask=tile.mask(q))
-            tile.q_view(out).copy_(part)
+            parts.append(_tokens_first(part))
             sums.append(log_sum)
+        out = _joined(parts, q)
         ctx.save_for_backward(q, k, v, out, *sums)
         ctx.tiles = tiles
         return out
@@ -101,11 +101,9 @@ class _PackedFlash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, *sums = ctx.saved_tensors
-        # Windowed tiles overlap in their keys and add up; others write each key once.
-        dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        parts = []
         for tile, log_sum in zip(ctx.tiles, sums, strict=True):
-            parts = _flash_backward(
+            parts += _flash_backward(
                 tile.q_view(dout),
                 *tile.split(q, k, v),
                 tile.q_view(out),
@@ -114,23 +112,38 @@ class _PackedFlash(torch.autograd.Function):
                 tile.window is None,
                 attn_mask=tile.mask(q),
             )
-            tile.q_view(dq).copy_(parts[0])
-            tile.k_view(dk).add_(parts[1])
-            tile.k_view(dv).add_(parts[2])
+        dqs, dks, dvs = parts[::3], parts[1::3], parts[2::3]
+        dq = _joined([_tokens_first(part) for part in dqs], q)
+        if all(tile.window is None for tile in ctx.tiles):  # each key belongs to one tile
+            dk, dv = (_joined([_tokens_first(p) for p in ps], like) for ps, like in ((dks, k), (dvs, v)))
+        else:
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            for tile, one, other in zip(ctx.tiles, dks, dvs, strict=True):
+                tile.k_view(dk).add_(one)
+                tile.k_view(dv).add_(other)
         return dq, dk, dv, None
+
+
+def _tokens_first(part: Tensor) -> Tensor:
+    """[count, heads, length, D] -> [count * length, heads, D]; a view where the kernel wrote in that order."""
+    return part.transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """The parts of a row one after another; without a copy if there is but one."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros_like(like)
 
 
 def _per_tile(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[_Tile]) -> Tensor:
     """Any device, through PyTorch's dispatcher and autograd."""
     parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *tile.split(q, k, v),
-            attn_mask=tile.mask(q),
-            is_causal=tile.window is None,
-            enable_gqa=True,
+        _tokens_first(
+            torch.nn.functional.scaled_dot_product_attention(
+                *tile.split(q, k, v), attn_mask=tile.mask(q), is_causal=tile.window is None, enable_gqa=True
+            )
         )
-        .transpose(1, 2)
-        .flatten(0, 1)
         for tile in tiles
     ]
     return torch.cat(parts) if parts else q * 1 + 0 * (k.sum() + v.sum())

@@ -18,9 +18,9 @@ from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.ops import RotaryTable
 from equigrad.numerics.row import Row
 
-# Logits are made in chunks of about this many elements (8 MB in float32), but of at least 256 tokens, so that the
+# Logits are made in chunks of about this many elements (4 MB in float32), but of at least 256 tokens, so that the
 # product stays efficient.
-_CHUNK_ELEMENTS = 1 << 21
+_CHUNK_ELEMENTS = 1 << 20
 
 
 class NativeOps:
@@ -146,13 +146,13 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        dy = dy.float()
-        unit = x.float() * inverse
+        dy, unit = dy.float(), x.float() * inverse
         product = dy * unit
-        # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a matrix-vector product of dy*unit and w
-        mean = (product @ weight.float()).div_(x.shape[-1]).unsqueeze_(-1)
-        dx = torch.addcmul(dy * weight, unit, mean, value=-1).mul_(inverse)
-        dw = weight_gradient(weight, lambda: product.flatten(0, -2).sum(0).to(weight.dtype))
+        channels = product.flatten(0, -2).sum(0)
+        dw = weight_gradient(weight, lambda: channels.to(weight.dtype))
+        # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a product of the matrix dy*unit with w
+        mean = (product @ weight.float()).div_(-x.shape[-1]).unsqueeze_(-1)
+        dx = torch.mul(dy, weight, out=product).addcmul_(unit, mean).mul_(inverse)
         return dx.to(x.dtype), dw, None
 
 
@@ -193,8 +193,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        dup = F.silu(gate).mul_(dy)
-        return torch.ops.aten.silu_backward(dy * up, gate), dup
+        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
 class _Fork(torch.autograd.Function):
@@ -209,7 +208,11 @@ class _Fork(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Chunked over tokens. The unnormalised probabilities are kept while they fit the budget, else made again."""
+    """Chunked over tokens. The probabilities are kept while they fit the budget, else made again.
+
+    With p = softmax(x w^T), the gradient of the logits is d (p - onehot), d being the token's incoming gradient. It is
+    never formed: d scales rows of x and dx instead, which are V/H times smaller.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
@@ -217,39 +220,39 @@ class _CrossEntropy(torch.autograd.Function):
         tokens, vocab = x.shape[0], weight.shape[0]
         keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
         kept = torch.empty(tokens if keep else 0, vocab, device=x.device)
-        # Separate tensors, not views of one: FSDP warns of modules that return views.
-        loss, inverse, log_sum = (torch.empty(tokens, device=x.device) for _ in range(3))
+        # A tensor of its own, not a view: FSDP warns of modules that return views.
+        loss = torch.empty(tokens, device=x.device)
         for part in _chunks(tokens, vocab):
             logits = _logits(xq[part], wq, kept[part] if keep else None)
-            label = logits.gather(1, labels[part, None]).squeeze(1)
-            top = logits.amax(1)
-            total = logits.sub_(top[:, None]).exp_().sum(1)
-            torch.add(top, total.log(), out=log_sum[part])
-            torch.sub(log_sum[part], label, out=loss[part])
-            torch.reciprocal(total, out=inverse[part])
-        ctx.save_for_backward(xq, weight, labels, kept, inverse, log_sum)
+            label = logits.gather(1, labels[part, None])
+            top, where = logits.max(1, keepdim=True)
+            probabilities = torch.softmax(logits, 1, out=logits)
+            # log sum exp = top - log p(top), and p(top) >= 1/V never underflows
+            torch.sub(top - probabilities.gather(1, where).log_(), label, out=loss[part, None])
+        ctx.save_for_backward(xq, weight, labels, kept)
         ctx.keep, ctx.x_dtype = keep, x.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        xq, weight, labels, kept, inverse, log_sum = ctx.saved_tensors
-        wq = weight.to(xq.dtype)
+        xq, weight, labels, kept = ctx.saved_tensors
+        wq, d = weight.to(xq.dtype), dloss[:, None].to(xq.dtype)
+        scaled = xq * d
         dx = torch.empty_like(xq) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(labels), len(weight)):
-            if ctx.keep:
-                dlogits = kept[part] * (inverse[part] * dloss[part])[:, None]
-            else:
-                dlogits = _logits(xq[part], wq, None).sub_(log_sum[part, None]).exp_().mul_(dloss[part, None])
-            dlogits.scatter_add_(1, labels[part, None], -dloss[part, None])
-            dlogits = dlogits.to(xq.dtype)
+            p = kept[part] if ctx.keep else torch.softmax(_logits(xq[part], wq, None), 1)
+            p = p.to(xq.dtype)
             if dx is not None:
-                torch.mm(dlogits, wq, out=dx[part])
+                torch.mm(p, wq, out=dx[part])
             if dw is not None:
-                _accumulate_product(dw, dlogits.t(), xq[part])
-        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
+                _accumulate_product(dw, p.t(), scaled[part])
+        if dx is not None:
+            dx = dx.sub_(F.embedding(labels, wq)).mul_(d).to(ctx.x_dtype)
+        if dw is not None:
+            dw.index_add_(0, labels, scaled.to(dw.dtype), alpha=-1)
+        return dx, dw, None, None, None
 
 
 def _chunks(tokens: int, vocab: int) -> list[slice]:

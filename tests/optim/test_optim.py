@@ -1,6 +1,7 @@
 """AdamW, learning-rate schedules and the gradient norm against PyTorch and closed forms."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_learning_rate_warms_up_stays_below_the_peak_and_ends_at_the_minimum(kin
     rates = [learning_rate(config, step, 100) for step in range(101)]
     assert rates[:11] == pytest.approx([(i + 1) / 11 for i in range(11)])
     assert max(rates) == 1.0
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[100] == pytest.approx(1.0 if kind == "constant" else 0.1)
     if kind == "cosine":
         assert rates[55] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ def test_one_lane_needs_less_than_twice_the_fewest_rows(lengths: list[int], cap:
 def test_a_round_is_made_of_rows_of_neighbouring_cost(lengths: list[int], lanes: int) -> None:
     costs = [n * n for n in lengths]
     rounds = [[sum(costs[i] for i in row) for row in round_] for round_ in plan(lengths, costs, lanes, 64).rounds]
-    assert all(min(earlier) >= max(later) for earlier, later in zip(rounds, rounds[1:], strict=False))
+    assert all(min(earlier) >= max(later) for earlier, later in pairwise(rounds))
 
 
 def test_a_split_row_falls_into_halves_of_about_equal_cost() -> None:

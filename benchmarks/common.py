@@ -1,0 +1,81 @@
+"""What every benchmark shares: pinned threads, interleaved timing, medians with their spread, a JSON file."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(name: str, doc: str, **defaults: Any) -> argparse.Namespace:
+    """Common options, and one for each of the defaults."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help="where the result is written")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of both sides")
+    for key, value in defaults.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", type=type(value), default=value)
+    return parser.parse_args()
+
+
+def pin_threads(threads: int) -> None:
+    """Before torch loads: the same number of threads for whatever runs in this process."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Seconds of each side in each round. Sides take turns, so that a slow moment of the machine hits all of them."""
+    for _ in range(warm_up):
+        for run in sides.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": middle, "q1": low, "q3": high}
+
+
+def ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
+    """How many times faster ``fast`` is, from the paired rounds."""
+    return spread([a / b for a, b in zip(slow, fast, strict=True)])
+
+
+def show(name: str, value: dict[str, float], digits: int = 3) -> None:
+    """One line: median and quartiles."""
+    print(f"{name:<58} {value['median']:.{digits}f}  ({value['q1']:.{digits}f} to {value['q3']:.{digits}f})")
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """The result together with what it was measured on."""
+    import torch
+
+    machine = {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(),
+               "torch": torch.__version__}  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine} | result, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
