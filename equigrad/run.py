@@ -90,7 +90,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or path}: {error.strerror or error}") from None
+        at = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        raise UserError(f"cannot write {path}: {error.strerror or error}{at}") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -21,8 +21,8 @@ def commands() -> list[tuple[str, list[str]]]:
     found = []
     for page in [*PAGES, *sorted((REPOSITORY / "configs").glob("*.toml"))]:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"^(?:\$ |#   |srun ).*?\b(equigrad (?:\w+ .*|--help))$", text, re.MULTILINE):
-            found.append((page.name, shlex.split(line, comments=True)))
+        for line in re.findall(r"^(?:\$ |#   |srun ).*?\bequigrad (?:-- )?(\w+ .*|--help)$", text, re.MULTILINE):
+            found.append((page.name, ["equigrad", *shlex.split(line, comments=True)]))
     return found
 
 
