@@ -33,6 +33,8 @@ key out; without a job file the embedded quickstart is the job, and it sets some
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--"]:  # `torchrun -m equigrad -- train ...`: some versions of argparse pass it on
+        words = words[1:]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP)
         return 0

@@ -128,6 +128,11 @@ def test_overrides_may_stand_anywhere_among_the_words() -> None:
     assert overrides == ["--optim.lr", "1", "--seed=3", "--name", "n", "--train.steps=2"]
 
 
+def test_the_dashes_that_torchrun_needs_may_arrive_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--", "--version"]) == 0
+    assert main(["--"]) == 0
+
+
 def test_a_negative_value_is_a_value() -> None:
     assert split_overrides(["--seed", "-1"]) == ([], ["--seed", "-1"])
 
