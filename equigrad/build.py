@@ -15,7 +15,7 @@ def build_model(job: Job, world: World) -> Decoder:
     """The decoder on this rank's device, sharded as the layout says, its parameters not yet given values."""
     ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
     model = Decoder(job.model, ops)
-    blocks = list(model.model.layers)
+    blocks = model.blocks
     if job.numerics.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]

@@ -185,7 +185,17 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     from tests.jobs import environment
 
     toml = write_job(tiny_job(layout__dp_shard=2, train__steps=2), tmp_path / "job.toml")
-    words = ["--standalone", "--nproc-per-node=2", "-m", "equigrad", "train", toml, "--run", tmp_path / "torchrun"]
+    words = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "equigrad",
+        "--",
+        "train",
+        toml,
+        "--run",
+        tmp_path / "torchrun",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
         capture_output=True, text=True, env=environment(), timeout=120,

@@ -160,7 +160,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
     if len(written) == 1:
         written[0][0].rename(folder / _SINGLE)
         return
-    where = {}
+    where: dict[str, str] = {}
     for number, (path, names) in enumerate(written, 1):
         final = f"model-{number:05d}-of-{len(written):05d}.safetensors"
         path.rename(folder / final)

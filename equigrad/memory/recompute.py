@@ -16,6 +16,4 @@ def apply(config: Memory, blocks: Sequence[nn.Module]) -> None:
     """Wrap the forward of every chosen block, in place; parameter names stay as they are."""
     if config.recompute == "block":
         for block in blocks[:: config.recompute_every]:
-            block.forward = partial(  # type: ignore[method-assign]
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -4,6 +4,8 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,12 @@ from equigrad.parallel.placement import place
 
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    # Name spaces of parameters, attached by the decoder from the specs.
+    self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
 
     def __init__(self, config: Model, ops: Ops, layer: int) -> None:
         super().__init__()
@@ -66,6 +74,9 @@ class _Holder(nn.Module):
 class Decoder(nn.Module):
     """The whole model. Parameters are made on the meta device; ``initialize`` or a checkpoint gives them values."""
 
+    model: Any
+    lm_head: Any
+
     def __init__(self, config: Model, ops: Ops) -> None:
         super().__init__()
         self.config, self.ops = config, ops
@@ -81,12 +92,17 @@ class Decoder(nn.Module):
         ops = self.ops
         x = ops.embedding(ids, self.model.embed_tokens.weight, row)
         table = self.rotary_table(row)
-        for block in self.model.layers:
+        for block in self.blocks:
             x = block(x, table, row)
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
             return ops.linear(x, self.head, None, row)
         return ops.cross_entropy(x, self.head, labels, row)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first to last."""
+        return list(self.model.layers)
 
     @property
     def head(self) -> Tensor:

@@ -157,6 +157,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int
         return _per_tile(q, k, v, ())
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
-    return varlen_attn(
+    out = varlen_attn(
         q, k, v, ends, ends, longest, longest, window_size=(-1 if window is None else window - 1, 0), enable_gqa=True
     )
+    assert isinstance(out, Tensor)  # it is a pair only where auxiliary outputs are asked for
+    return out

@@ -6,6 +6,7 @@ have one order, and less is saved and fewer passes over memory are made than aut
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +84,10 @@ def _linear_weight_gradient(dy: Tensor, x: Tensor, like: Tensor) -> Tensor:
     return (dy.t() @ x).to(like.dtype)
 
 
+def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
+    return dy.sum(0, dtype=like.dtype)
+
+
 class _Linears(torch.autograd.Function):
     """One input, several weights (and biases): ``pairs`` is weight, bias, weight, bias, ..."""
 
@@ -109,12 +114,9 @@ class _Linears(torch.autograd.Function):
             needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
             if ctx.needs_input_grad[0]:
                 dx = _input_gradient(dy, weight) if dx is None else dx.addmm_(dy, weight.to(dy.dtype))
-            gradients += [
-                weight_gradient(weight, lambda dy=dy, w=weight: _linear_weight_gradient(dy, xq, w))
-                if needs_weight
-                else None,
-                weight_gradient(bias, lambda dy=dy, b=bias: dy.sum(0, dtype=b.dtype)) if needs_bias else None,
-            ]
+            of_weight = partial(_linear_weight_gradient, dy, xq, weight)
+            gradients.append(weight_gradient(weight, of_weight) if needs_weight else None)
+            gradients.append(weight_gradient(bias, partial(_bias_gradient, dy, bias)) if needs_bias else None)
         return (None if dx is None else dx.to(ctx.x_dtype), None, *gradients)
 
 
@@ -178,7 +180,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(dy.contiguous(), *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(dy, cos, sin, -1.0), None, None
 
 
 class _Gated(torch.autograd.Function):

@@ -30,5 +30,6 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World) -> None:
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass reduces gradients over ranks, or adds to the local ones."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(now)
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # absent where nothing is sharded
+    if set_sync is not None:
+        set_sync(now)
