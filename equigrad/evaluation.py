@@ -40,9 +40,8 @@ def evaluate(model: Decoder, stream: Stream, held_out: HeldOut, job: Job, world:
     total, tokens = 0.0, 0
     for row in schedule.lane(world.lane):
         batch = row_tensors(stream, [samples[i] for i in row], world.device)
-        losses = model(batch.ids, batch.row, batch.labels)
-        total += float(losses.where(batch.loss, 0.0).double().sum())
-        tokens += int(batch.loss.sum())
+        total += float(model(batch.ids, batch.row, batch.labels, batch.at).double().sum())
+        tokens += len(batch.labels)
     total, count = world.sum([total, float(tokens)])
     tokens = int(count)
     loss = total / tokens

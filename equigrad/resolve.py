@@ -63,7 +63,9 @@ def resolve_weights(job: Job) -> Job:
             )
     model = found.model.model_copy(update={"weights": job.model.weights})
     data = job.data
-    if "tokenizer" not in data.model_fields_set and found.tokenizer is not None:
+    if "tokenizer" not in data.model_fields_set:
+        if found.tokenizer is None:
+            raise UserError(f"{found.folder} has no tokenizer.json; name the model's tokenizer in data.tokenizer")
         chosen = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
         data = data.model_copy(update={"tokenizer": chosen})
     job = job.model_copy(update={"model": model, "data": data})

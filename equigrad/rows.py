@@ -17,12 +17,17 @@ from equigrad.schedule.packing import Schedule, plan
 
 @dataclass(frozen=True)
 class RowTensors:
-    """The tokens of a row: ``ids``, ``labels`` [T] int64 and ``loss`` [T] bool, in the order of ``row``'s segments."""
+    """The tokens of a row, in the order of its segments.
+
+    ids:    [T] int64
+    labels: [n] int64, those that are in the loss
+    at:     [n] int64, the tokens that predict them; None where n = T
+    """
 
     row: Row
     ids: Tensor
     labels: Tensor
-    loss: Tensor
+    at: Tensor | None
 
 
 def schedule_samples(
@@ -38,10 +43,12 @@ def row_tensors(stream: Stream, samples: Sequence[SampleRef], device: torch.devi
     """Read the samples of one row; without samples the row is empty."""
     read = [stream.read(ref) for ref in samples]
 
-    def joined(name: str, dtype: torch.dtype) -> Tensor:
+    def joined(name: str) -> Tensor:
         parts = [s.streams[name] for s in read]
-        array = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        return torch.from_numpy(array).to(device, dtype)
+        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int64))
 
-    row = Row.of([s.length for s in samples], device)
-    return RowTensors(row, joined("ids", torch.int64), joined("labels", torch.int64), joined("loss", torch.bool))
+    row, labels, loss = Row.of([s.length for s in samples], device), joined("labels"), joined("loss").bool()
+    if bool(loss.all()):
+        return RowTensors(row, joined("ids").to(device), labels.to(device), None)
+    at = loss.nonzero().squeeze(1)
+    return RowTensors(row, joined("ids").to(device), labels[at].to(device), at.to(device))

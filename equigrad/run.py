@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel
 
@@ -28,6 +28,7 @@ from equigrad.errors import UserError
 # What a resumed run may not change: the meaning of its state.
 _FIXED = ("seed", "model", "data")
 _FREE = ("data.cache", "model.weights")
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,33 @@ class Run:
             raise UserError(
                 f"{self.folder} already holds a run; --resume continues it, --run DIR chooses another folder"
             )
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+        if self.folder.exists() and (not self.folder.is_dir() or any(p.name != _LOCK for p in self.folder.iterdir())):
             raise UserError(f"{self.folder} exists and is not an empty folder; --run DIR chooses another one")
         folder = self.folder.absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {self.folder}: {existing} is not a folder one may write into")
+
+    def lock(self) -> IO[str]:
+        """Hold the run for this process until the file returned is closed. ``UserError`` where another one holds it."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            held = (self.folder / _LOCK).open("w")
+        try:
+            import fcntl
+
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # no such locks on this system
+        except OSError:
+            held.close()
+            raise UserError(f"{self.folder} is in use by another process") from None
+        return held
+
+    def forget_end(self) -> None:
+        """Take away what a run leaves at its end: it goes on, and is not finished until it ends again."""
+        for path in (self.summary, self.folder / "sample.json"):
+            path.unlink(missing_ok=True)
 
     def write_job(self, job: Job) -> None:
         """Create the folder and write the resolved job, atomically."""
@@ -108,19 +130,29 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def resumed_job(run: Run, given: Job | None, overrides: Sequence[str]) -> Job:
-    """The job to go on with: the run's own with overrides, or a given one that agrees on what must not change."""
+def resumed_job(run: Run, path: Path | None, overrides: Sequence[str]) -> Job:
+    """The job to go on with: the run's own, under what a job file and overrides say. What they leave out stays as it
+    was; what gives the run's state its meaning cannot change."""
     stored = run.job()
-    if given is None:
-        tree = stored.model_dump(exclude_none=True)
-        origin: dict[str, str] = {}
-        for key, text in parse_overrides(overrides):
-            set_key(tree, key, override_value(key, text), origin)
-        given = make_job(tree, str(run.job_file), origin)
-    changed = [key for key in _different(stored, given) if key.split(".")[0] in _FIXED and key not in _FREE]
+    tree = stored.model_dump(exclude_none=True)
+    if path is not None:
+        _overlay(tree, read_toml(path))
+    origin: dict[str, str] = {}
+    for key, text in parse_overrides(overrides):
+        set_key(tree, key, override_value(key, text), origin)
+    job = make_job(tree, str(path or run.job_file), origin)
+    changed = [key for key in _different(stored, job) if key.split(".")[0] in _FIXED and key not in _FREE]
     if changed:
         raise UserError(f"{run.folder}: a resumed run cannot change {', '.join(changed)}; start a new run for that")
-    return given
+    return job
+
+
+def _overlay(tree: dict[str, Any], upper: dict[str, Any]) -> None:
+    for key, value in upper.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _overlay(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def _different(a: BaseModel, b: BaseModel, prefix: str = "") -> Iterator[str]:

@@ -20,7 +20,7 @@ from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.launch import StopRequest
-from equigrad.parallel.placement import Placed, place_all
+from equigrad.parallel.placement import Placed, local_part, place_all
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
 from equigrad.rows import row_tensors, schedule_samples
@@ -37,21 +37,24 @@ class Trainer:
         self.optimizer = AdamW(job.optim, self.parameters, self.model.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self.step = 0
-        self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0, "seconds": 0.0}
+        self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
+        self.counters |= {"step_seconds": 0.0, "wall_seconds": 0.0}
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""
         job, saved = self.job, self.step if self.step else -1
         profiler = StepProfiler(job.observe.profile_steps if self.world.is_main else None, self.folder)
-        stopped = False
+        stopped, mark = False, time.perf_counter()
         with closing(profiler), closing(self.checkpointer):
             while self.step < job.train.steps and not stopped:
                 began = time.perf_counter()
+                self.counters["wall_seconds"] += began - mark
+                mark = began
                 with profiler.step(self.step + 1):
                     batch = self.stream.next_batch()
                     record, stopped = self.update(batch, stop)
                 seconds = time.perf_counter() - began
-                self.counters["seconds"] += seconds
+                self.counters["step_seconds"] += seconds
                 observer.step(record | {"step_seconds": seconds}, batch)
                 if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
                     observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
@@ -60,6 +63,7 @@ class Trainer:
                     saved = self.step
             if saved != self.step:
                 self.save()
+        self.counters["wall_seconds"] += time.perf_counter() - mark
         return self.step >= job.train.steps
 
     def update(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
@@ -72,10 +76,9 @@ class Trainer:
         if batch.loss_tokens == 0:
             raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
         schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
-        if self.step == 0 or job.layout.world_size > 1:
-            world.agree(schedule.digest, f"the schedule of step {self.step + 1}")
+        world.agree([schedule.digest, self.stream.cursor()], f"the schedule of step {self.step + 1}")
         share, executed = self.forward_backward(batch, schedule)
-        gradients = place_all((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None)
+        gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
         loss, square, executed_tokens, asked = world.sum([share, square, float(executed), float(stop.asked)])
         norm = square**0.5
@@ -95,12 +98,17 @@ class Trainer:
         for number, row in enumerate(rows):
             reduce_gradients(self.model, self.job.layout.reduce_every_round or number == len(rows) - 1)
             tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world.device)
-            losses = self.model(tensors.ids, tensors.row, tensors.labels)
-            loss = language_model(losses, tensors.loss, batch.loss_tokens)
+            losses = self.model(tensors.ids, tensors.row, tensors.labels, tensors.at)
+            loss = language_model(losses, batch.loss_tokens)
             loss.backward()
             share.append(loss.detach().double())
             executed += len(tensors.ids)
         return float(torch.stack(share).sum()), executed
+
+    def gradients(self) -> dict[str, Placed]:
+        """The accumulated gradients, each in its parameter's place."""
+        local = ((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None)
+        return {n: Placed(self.parameters[n].placement, local_part(g)) for n, g in local}
 
     def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
         """Update the parameters, or refuse the step if it is not finite."""

@@ -97,10 +97,10 @@ def command(*words: str | Path, env: dict[str, str] | None = None, timeout: floa
     )
 
 
-def start_command(*words: str | Path) -> subprocess.Popen:
+def start_command(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen:
     """The same, left running."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "equigrad", *map(str, words)], env=environment(), **pipes)
+    return subprocess.Popen([sys.executable, "-m", "equigrad", *map(str, words)], env=environment(env), **pipes)
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

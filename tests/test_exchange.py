@@ -55,7 +55,7 @@ def test_exports_in_several_files(tmp_path: Path) -> None:
     from equigrad.checkpoint.huggingface import huggingface_tensors, weight_files, write_huggingface
 
     tensors = {f"w{i}": torch.randn(10, 10) for i in range(5)}
-    write_huggingface(tmp_path / "out", {"model_type": "llama"}, tensors.items(), torch.float32, 900)
+    write_huggingface(tmp_path / "out", {"model_type": "llama"}, tensors.items(), 900)
     files = {p.name for p in weight_files(tmp_path / "out").values()}
     assert files == {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}
     assert all(torch.equal(t, tensors[n]) for n, t in huggingface_tensors(tmp_path / "out", tensors))
@@ -194,3 +194,31 @@ def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
     assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {"llama", "qwen2", "qwen3"}
+
+
+def test_mixed_types_survive_the_round_trip(tmp_path: Path) -> None:
+    from equigrad.cli import main
+
+    model = build(make("llama"))
+    folder = tmp_path / "in"
+    reference(model.config, model).save_pretrained(folder)
+    tensors = {k: v if v.ndim == 1 else v.bfloat16() for k, v in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    after = all_tensors(tmp_path / "out")
+    assert all(after[k].dtype == v.dtype and torch.equal(after[k], v) for k, v in tensors.items())
+    assert main(["generate", str(tmp_path / "out"), "--prompt", "x"]) == 2  # no tokenizer there
+
+
+def test_a_small_model_generates_and_warm_starts_without_a_job_file(tmp_path: Path, trained: Path) -> None:
+    ok("export", trained, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text()) | {"max_position_embeddings": 64}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    ok("generate", tmp_path / "hf", "--prompt", "Call", "--max-tokens", "5")
+    words = ["--data.context", "32", "--train.steps", "1", "--observe.sample_tokens", "0"]
+    ok("train", "--model.weights", tmp_path / "hf", "--run", tmp_path / "run", *words)
+    (tmp_path / "hf/tokenizer.json").unlink()
+    done = command("train", "--model.weights", tmp_path / "hf", "--run", tmp_path / "other", *words)
+    assert done.returncode == 2
+    assert "has no tokenizer.json" in done.stderr

@@ -29,9 +29,10 @@ def digests(folder: Path, tmp: Path) -> dict[int, str]:
     return {c["step"]: c["parameter_digest"] for c in json.loads((tmp / "info.json").read_text())["checkpoints"]}
 
 
-def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path) -> None:
-    whole = run(tiny_job(**SPLIT, train__steps=20), tmp_path / "whole")
-    parts = run(tiny_job(**SPLIT, train__steps=10), tmp_path / "parts")
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
+def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path, layout: dict[str, int]) -> None:
+    whole = run(tiny_job(**SPLIT, train__steps=20, layout=layout), tmp_path / "whole")
+    parts = run(tiny_job(**SPLIT, train__steps=10, layout=layout), tmp_path / "parts")
     done = command("train", "--run", parts, "--resume", "--train.steps", "20")
     assert done.returncode == 0, done.stderr
     assert steps_of(whole) == steps_of(parts)
@@ -203,3 +204,66 @@ def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     own = run(tiny_job(layout__dp_shard=2, train__steps=2), tmp_path / "own")
     assert summary(own)["parameter_digest"] == summary(tmp_path / "torchrun")["parameter_digest"]
+
+
+def test_the_same_command_with_resume_continues_what_it_started(tmp_path: Path) -> None:
+    """A job file that leaves to the run what the run resolves: the vocabulary, the shape of given weights."""
+    base = tmp_path / "base.toml"
+    base.write_text(
+        "[train]\nsteps = 2\n[data]\ncontext = 32\ntokenizer = {kind = 'bpe', vocab_size = 300}\n[batch]\ntokens = 64\n"
+        "[model]\nhidden_size = 16\nintermediate_size = 16\nnum_hidden_layers = 1\nnum_attention_heads = 2\n"
+        "[observe]\nsample_tokens = 0\n"
+    )
+    warm = tmp_path / "warm.toml"
+    warm.write_text(
+        f"model.weights = '{tmp_path / 'base'}'\n[train]\nsteps = 2\n[data]\ncontext = 32\n[batch]\ntokens = 64\n"
+        "[observe]\nsample_tokens = 0\n"
+    )
+    for job in (base, warm):
+        for steps in ("2", "3"):
+            words = ["train", job, "--run", job.with_suffix(""), "--resume", "--train.steps", steps]
+            done = command(*words)
+            assert done.returncode == 0, done.stderr
+        assert [s[0] for s in steps_of(job.with_suffix(""))] == [1, 2, 3]
+
+
+def test_a_run_that_goes_on_is_not_finished(tmp_path: Path) -> None:
+    folder = run(tiny_job(train__steps=2), tmp_path / "run")
+    process = start_command("train", "--run", folder, "--resume", "--train.steps", "100000")
+    wait_for_steps(process, folder, 5)
+    second = command("train", "--run", folder, "--resume")
+    assert second.returncode == 2
+    assert "in use by another process" in second.stderr
+    process.kill()
+    process.communicate()
+    assert not (folder / "summary.json").exists()
+
+
+def test_ranks_with_different_words_do_not_train_together(tmp_path: Path) -> None:
+    toml = write_job(tiny_job(layout__dp_replicate=2, train__steps=2), tmp_path / "job.toml")
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in range(2):
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        words = ["train", toml, "--run", tmp_path / "run", "--optim.lr", f"0.{rank + 1}"]
+        processes.append(start_command(*words, env=env))
+    for process in processes:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "ranks disagree about the job: ranks [1] differ from rank 0" in err
+
+
+@pytest.mark.parametrize("delay", [1.0, 3.0])
+def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, delay: float) -> None:
+    job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run")
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, -signal.SIGTERM), (out, err)
+    assert "Traceback" not in err

@@ -122,13 +122,20 @@ def test_recomputation_works_under_sharding(workers: Pools, tmp_path: Path) -> N
     assert_close(workers(2).run(train, job, tmp_path / "many")[0], train(tiny_job(), tmp_path / "one"))
 
 
-def test_compiled_blocks_give_the_same_update(tmp_path: Path) -> None:
+def test_compiled_blocks_give_the_same_update_and_compile_once_for_all_layers(tmp_path: Path) -> None:
     import shutil
+
+    from torch._dynamo.utils import counters
 
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("torch.compile needs a C++ compiler on CPU, and this machine has none")
-    job = tiny_job(train__steps=2, numerics__compile=True)
-    assert_close(train(job, tmp_path / "a"), train(tiny_job(train__steps=2), tmp_path / "b"))
+    deep = {"train__steps": 2, "model__num_hidden_layers": 10, "model__sliding_window": 24,
+            "model__full_attention_layers": [0, 3]}  # fmt: skip
+    counters.clear()
+    compiled = train(tiny_job(**deep, numerics__compile=True), tmp_path / "a")
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 0
+    assert not counters["recompile_limit"]
+    assert_close(compiled, train(tiny_job(**deep), tmp_path / "b"))
 
 
 def test_bfloat16_trains_with_float32_masters(tmp_path: Path) -> None:
@@ -161,8 +168,6 @@ def poisoned(job: Job, folder: Path, rank: int, at: int) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_step_stops_every_rank_before_anything_changes(workers: Pools, tmp_path: Path, ranks: int) -> None:
     job = tiny_job(layout__dp_shard=ranks)
-    before = train(tiny_job(train__steps=4, optim__schedule="constant"), tmp_path / "reference")
-    del before
     pool = workers(ranks) if ranks > 1 else None
     run = lambda j, name, at: (  # noqa: E731
         pool.run(poisoned, j, tmp_path / name, ranks - 1, at) if pool else [poisoned(j, tmp_path / name, 0, at)]
@@ -205,7 +210,33 @@ def test_loss_is_the_mean_over_the_step_not_a_mean_of_means(tmp_path: Path) -> N
 
         for ref in batch.samples:
             row = row_tensors(trainer.stream, [ref], torch.device("cpu"))
-            total += float(trainer.model(row.ids, row.row, row.labels).double().sum())
+            total += float(trainer.model(row.ids, row.row, row.labels, row.at).double().sum())
     records = Records()
     trainer.run(records, StopRequest())
     assert records.steps[0]["loss"] == pytest.approx(total / batch.tokens, rel=1e-6)
+
+
+def test_prompts_are_read_but_not_learned(tmp_path: Path) -> None:
+    """Fine-tuning against a loop over ``transformers`` with the usual -100 labels, idle lanes' rows included."""
+    import json
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lines = [{"prompt": f"Question {i}? ", "completion": "Yes. " * (i % 4 + 1)} for i in range(30)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = tiny_job(data__sources=[str(tmp_path / "data.jsonl")], data__held_out_every=0, batch__tokens=300)
+    records, _ = train(job, tmp_path / "run")
+    raw = to_huggingface(job.model, None, None, "float32")
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw.pop("model_type"), **raw))
+    hf.load_state_dict(make_trainer(job, tmp_path / "b").model.state_dict(), strict=False)
+    stream = Stream(job.data, job.batch, job.seed, byte_tokenizer())
+    batch = stream.next_batch()
+    total = 0.0
+    for ref in batch.samples:
+        sample = stream.read(ref)
+        labels = torch.from_numpy(sample.labels.astype("int64")).masked_fill(~torch.from_numpy(sample.loss), -100)
+        logits = hf(torch.from_numpy(sample.ids.astype("int64"))[None]).logits[0]
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+    assert batch.loss_tokens < batch.tokens
+    assert records[0]["loss"] == pytest.approx(total / batch.loss_tokens, rel=1e-5)
+    assert records[0]["executed_tokens"] == batch.tokens

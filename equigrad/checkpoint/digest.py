@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equigrad.checkpoint.boxes import Whole, claims, wholes
-from equigrad.checkpoint.ranks import gather, rank_and_size
 from equigrad.checkpoint.state import read_tensors
 from equigrad.parallel.placement import Placed
+from equigrad.parallel.ranks import gather, rank_and_size
 
 LEAF_BYTES = 2**20
 

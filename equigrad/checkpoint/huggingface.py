@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -63,11 +62,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def weight_dtype(folder: Path) -> str:
-    """The type in which a Hugging Face folder holds its first weight, for instance ``bfloat16``."""
-    name, path = next(iter(sorted(weight_files(folder).items())))
-    with _opened(path) as file:
-        return str(file.get_slice(name)[:1].dtype).removeprefix("torch.")
+def weight_dtypes(folder: Path) -> dict[str, str]:
+    """The type in which a Hugging Face folder holds each weight, for instance ``bfloat16``."""
+    files, dtypes = weight_files(folder), {}
+    for path in sorted(set(files.values())):
+        with _opened(path) as file:
+            for name in list(file.keys()):
+                dtypes[name] = str(file.get_slice(name)[:1].dtype).removeprefix("torch.")
+    return dtypes
 
 
 def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -113,9 +115,9 @@ def _fill(placed: Placed, stored: Any, path: Path) -> None:
 
 
 def write_huggingface(
-    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
 ) -> None:
-    """Write ``config.json`` and the weights, in files of at most ``shard_bytes`` (one tensor at least).
+    """Write ``config.json`` and the weights as they are, in files of at most ``shard_bytes`` (one tensor at least).
 
     Everything is written beside the folder and moved into place at the end. ``UserError`` where that fails.
     """
@@ -123,7 +125,7 @@ def write_huggingface(
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write_shards(aside, tensors, dtype, shard_bytes)
+        _write_shards(aside, tensors, shard_bytes)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         special = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
         (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
@@ -136,7 +138,7 @@ def write_huggingface(
         raise UserError(f"cannot write {folder}: {error}") from None
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
     shard: dict[str, Tensor] = {}
     written: list[tuple[Path, list[str]]] = []
     size = total = 0
@@ -150,7 +152,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
         shard, size = {}, 0
 
     for name, tensor in tensors:
-        tensor = tensor.to(dtype).contiguous()
+        tensor = tensor.contiguous()
         if size + tensor.nbytes > shard_bytes:
             flush()
         shard[name] = tensor

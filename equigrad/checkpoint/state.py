@@ -30,10 +30,10 @@ from equigrad.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from equigrad.checkpoint.ranks import gather, rank_and_size, together
 from equigrad.config.checkpoint import Checkpoint
 from equigrad.errors import UserError
 from equigrad.parallel.placement import Placed
+from equigrad.parallel.ranks import gather, rank_and_size, together
 
 
 class Checkpointer:

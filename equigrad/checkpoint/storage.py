@@ -38,10 +38,10 @@ from torch.futures import Future
 
 from equigrad.checkpoint.boxes import Box, Whole, claims, wholes
 from equigrad.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor
-from equigrad.checkpoint.ranks import rank_and_size
 from equigrad.checkpoint.tensorfile import write_tensors
 from equigrad.errors import UserError
 from equigrad.parallel.placement import Placed
+from equigrad.parallel.ranks import rank_and_size
 
 Finish = Callable[[dict[str, StoredFile], dict[str, StoredTensor], list[dict[str, Any]]], None]
 """Called on the first rank when all files are written: the files, the tensors in them, every rank's meta."""

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from equigrad.config import Job
-from equigrad.config.data import Data, Tokenizer
+from equigrad.config.data import Tokenizer
 from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
@@ -17,9 +17,9 @@ def import_main(arguments: argparse.Namespace) -> int:
     """Write a run folder whose only checkpoint, of step 0, holds the weights in float32."""
     import torch
 
-    from equigrad.checkpoint.huggingface import load_weights, weight_dtype
+    from equigrad.checkpoint.huggingface import load_weights, weight_dtypes
     from equigrad.checkpoint.state import Checkpointer
-    from equigrad.commands.models import own_tokenizer
+    from equigrad.commands.models import data_within, own_tokenizer
     from equigrad.config.checkpoint import Checkpoint
     from equigrad.parallel.placement import place_all
 
@@ -31,14 +31,14 @@ def import_main(arguments: argparse.Namespace) -> int:
     parameters = place_all((name, torch.empty(spec.shape)) for name, spec in specs.items())
     load_weights(weights, parameters)
     tokenizer = own_tokenizer(weights) if weights.tokenizer else None
-    data = Data(context=min(512, weights.model.max_position_embeddings))
+    data = data_within(weights.model)
     if tokenizer is not None:
         with writing(run.tokenizer):
             tokenizer.save(run.tokenizer)
         data = data.model_copy(update={"tokenizer": Tokenizer(kind="file", path=str(run.tokenizer))})
     named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
     saver = Checkpointer(run.folder / "checkpoints", Checkpoint(asynchronous=False))
-    saver.save(0, named, {"step": 0, "imported_dtype": weight_dtype(weights.folder)})
+    saver.save(0, named, {"step": 0, "imported_dtypes": weight_dtypes(weights.folder)})
     saver.close()
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in run.folder.resolve().name).strip("._-") or "model"
     run.write_job(Job(name=name, train=Train(steps=0), data=data, model=weights.model))
@@ -52,7 +52,7 @@ def export_main(arguments: argparse.Namespace) -> int:
     """Write config, weights and tokenizer in a form that ``transformers`` loads."""
     import torch
 
-    from equigrad.checkpoint.huggingface import model_tensors, weight_dtype, write_huggingface
+    from equigrad.checkpoint.huggingface import model_tensors, weight_dtypes, write_huggingface
     from equigrad.checkpoint.manifest import read_manifest
     from equigrad.commands.models import own_tokenizer
 
@@ -60,15 +60,17 @@ def export_main(arguments: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder")
     if weights.checkpoint is not None:
-        stored = read_manifest(weights.checkpoint).meta.get("imported_dtype", "float32")
+        stored = read_manifest(weights.checkpoint).meta.get("imported_dtypes", {})
     else:
-        stored = weight_dtype(weights.folder)
-    dtype = arguments.dtype or stored
+        stored = weight_dtypes(weights.folder)
+    names = parameter_specs(weights.model)
+    dtypes = {name: arguments.dtype or stored.get(name, "float32") for name in names}
+    dtype = next(iter(dtypes.values()))
     tokenizer = own_tokenizer(weights) if weights.tokenizer and Path(weights.tokenizer).exists() else None
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
     config = to_huggingface(weights.model, bos, eos, dtype)
-    tensors = model_tensors(weights, parameter_specs(weights.model))
-    write_huggingface(folder.resolve(), config, tensors, getattr(torch, dtype), arguments.shard_mb << 20)
+    tensors = ((name, t.to(getattr(torch, dtypes[name]))) for name, t in model_tensors(weights, names))
+    write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20)
     if tokenizer is not None:
         with writing(folder):
             tokenizer.save(folder)

@@ -72,7 +72,7 @@ def _one(weights: Weights) -> dict[str, Any]:
     if weights.checkpoint is not None:
         return {"kind": "checkpoint"} | _checkpoint(weights.checkpoint) | {"model": shape}
     from equigrad.checkpoint.digest import digest
-    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_dtype
+    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_dtypes
     from equigrad.parallel.placement import place_all
 
     tensors = huggingface_tensors(weights.folder, parameter_specs(weights.model))
@@ -80,7 +80,7 @@ def _one(weights: Weights) -> dict[str, Any]:
         "kind": "model",
         "path": str(weights.folder),
         "parameters": parameter_count(weights.model),
-        "dtype": weight_dtype(weights.folder),
+        "dtypes": sorted(set(weight_dtypes(weights.folder).values())),
         "parameter_digest": digest(place_all((name, tensor.float()) for name, tensor in tensors)),
         "model": shape,
     }

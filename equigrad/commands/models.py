@@ -5,6 +5,8 @@ from pathlib import Path
 from equigrad.build import build_model
 from equigrad.checkpoint.huggingface import load_weights
 from equigrad.config import Job
+from equigrad.config.data import Data
+from equigrad.config.model import Model
 from equigrad.data.tokenizers import Tokenizer, read_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
@@ -18,7 +20,12 @@ def own_job(weights: Weights) -> Job:
     """The job of the run that a checkpoint belongs to; for other models a job with its shape and nothing else."""
     if weights.checkpoint is not None:
         return Run(weights.checkpoint.parent.parent).job()
-    return Job(name="model", model=weights.model)
+    return Job(name="model", model=weights.model, data=data_within(weights.model))
+
+
+def data_within(model: Model) -> Data:
+    """Default data settings, with a context that the model allows."""
+    return Data(context=min(512, model.max_position_embeddings))
 
 
 def own_tokenizer(weights: Weights) -> Tokenizer:

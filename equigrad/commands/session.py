@@ -1,8 +1,11 @@
 """One training session in one process: prepare the run, train, and leave summary and report."""
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from equigrad import __version__
 from equigrad.checkpoint.digest import digest
 from equigrad.checkpoint.folder import latest
 from equigrad.checkpoint.huggingface import load_weights
@@ -27,24 +30,30 @@ from equigrad.trainer import Observer, Trainer
 
 def train_session(job: Job, run: Run, resume: bool) -> int:
     """Train until done or asked to stop; called on every rank. Returns the exit code."""
-    with StopRequest() as stop:
-        keep_freed_memory()
-        world = start(job.layout)
-        job, tokenizer, stream = prepare(job, run, world, resume)
-        trainer = Trainer(job, run.folder, world, stream)
-        _give_state(trainer, run, resume)
-        peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
-        with _sinks(trainer, run, peak) as sinks:
-            observer = _Recorder(trainer, sinks, peak)
-            finished = trainer.run(observer, stop)
-            held_out = trainer.evaluate() if finished else None
-            if finished:
-                observer.evaluation(trainer.step, held_out)
+    keep_freed_memory()
+    world = start(job.layout)
+    lock = world.everywhere(run.lock, when=world.is_main)
+    job, tokenizer, stream = prepare(job, run, world, resume)
+    checkpoint = latest(run.folder / "checkpoints") if resume else None
+    _agree(job, tokenizer, stream, checkpoint, world)
+    trainer = Trainer(job, run.folder, world, stream)
+    _give_state(trainer, checkpoint)
+    if world.is_main and trainer.step < job.train.steps:
+        run.forget_end()
+    peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
+    with StopRequest() as stop, _sinks(trainer, run, peak) as sinks:
+        observer = _Recorder(trainer, sinks, peak)
+        finished = trainer.run(observer, stop)
+        held_out = trainer.evaluate() if finished else None
         if finished:
-            _finish(trainer, run, tokenizer, held_out)
-        elif world.is_main:
-            print(f"stopped after step {trainer.step}; its checkpoint is saved. --resume continues the run")
-        world.close()
+            observer.evaluation(trainer.step, held_out)
+    if finished:
+        _finish(trainer, run, tokenizer, held_out)
+    elif world.is_main:
+        print(f"stopped after step {trainer.step}; its checkpoint is saved. --resume continues the run")
+    world.close()
+    if lock is not None:
+        lock.close()
     return 0
 
 
@@ -56,8 +65,8 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
         resolved = job if resume else resolve_weights(job)
         tokenizer = build_tokenizer(resolved.data, run.tokenizer)
         resolved = resolve_vocabulary(resolved, tokenizer)
-        stream = Stream(resolved.data, resolved.batch, resolved.seed, tokenizer)
-        return resolved, tokenizer, stream
+        progress = _tokenising() if world.is_main else None
+        return resolved, tokenizer, Stream(resolved.data, resolved.batch, resolved.seed, tokenizer, progress)
 
     def create() -> tuple[Job, Tokenizer, Stream]:
         made = make()
@@ -75,6 +84,32 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
     return prepared
 
 
+def _tokenising(every: float = 10.0) -> Callable[[str, int, int], None]:
+    """Tells now and then how far a long tokenisation is."""
+    last = time.monotonic()
+
+    def tell(source: str, documents: int, tokens: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            print(f"tokenising {source}: {documents:,} documents, {tokens:,} tokens", flush=True)
+
+    return tell
+
+
+def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, checkpoint: Path | None, world: World) -> None:
+    """Ranks that were started with different words, or see different files, must not train together."""
+    facts = {
+        "version of equigrad": __version__,
+        "job": job.model_dump(exclude={"data": {"cache"}, "layout": {"device", "threads"}}),
+        "tokenizer": tokenizer.digest,
+        "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
+        "checkpoint to resume from": checkpoint.name if checkpoint else None,
+    }
+    for what, value in facts.items():
+        world.agree(value, f"the {what}")
+
+
 def _line(stats: Stats) -> str:
     """One line on what a source gives, and on all of it that is not trained on."""
     side = "held out" if stats.held_out else "training"
@@ -84,9 +119,8 @@ def _line(stats: Stats) -> str:
     return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
 
 
-def _give_state(trainer: Trainer, run: Run, resume: bool) -> None:
+def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
     """A checkpoint's state, or given weights, or initial values."""
-    checkpoint = latest(run.folder / "checkpoints") if resume else None
     if checkpoint is not None:
         trainer.resume(checkpoint)
     elif trainer.job.model.weights is not None:
@@ -115,8 +149,6 @@ class _Recorder(Observer):
 
     def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None) -> None:
         self._trainer, self._sinks, self._peak = trainer, sinks, peak
-        self._began = time.monotonic()
-        self._before = trainer.counters["seconds"]
 
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         job, world = self._trainer.job, self._trainer.world
@@ -132,7 +164,7 @@ class _Recorder(Observer):
                 "tokens_per_second": rate,
                 "mfu": used / self._peak.flops,
                 "memory_mb": memory_mb(world.device),
-                "elapsed": self._before + time.monotonic() - self._began,
+                "elapsed": self._trainer.counters["wall_seconds"] + record["step_seconds"],
             }
         )
 
@@ -154,14 +186,14 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
         return
     if sample is not None:
         write_json(run.folder / "sample.json", sample)
-    seconds = counters["seconds"]
+    seconds, in_steps = counters["wall_seconds"], counters["step_seconds"]
     summary = {
         "name": job.name,
         "steps": trainer.step,
         "tokens": counters["tokens"],
         "skipped": counters["skipped"],
         "wall_seconds": round(seconds, 3),
-        "tokens_per_second": round(counters["tokens"] / seconds, 1) if seconds else None,
+        "tokens_per_second": round(counters["tokens"] / in_steps, 1) if in_steps else None,
         "held_out_loss": None,
         "held_out_bits_per_byte": None,
         "parameters": parameter_count(job.model),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from equigrad.config import Job, dump_toml, load_job
+from equigrad.config.load import parse_overrides
 from equigrad.run import Run, resumed_job
 
 
@@ -31,24 +32,16 @@ def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tup
     """The job, its run folder, and whether there is a run in it to go on with."""
     from equigrad.parallel.environment import process_env
 
-    given = load_job(Path(arguments.job) if arguments.job else None, [] if arguments.resume else overrides)
-    run = Run(Path(arguments.run or Path("runs") / _name(given, overrides)))
+    path = Path(arguments.job) if arguments.job else None
+    name = dict(parse_overrides(overrides)).get("name")
+    run = Run(Path(arguments.run or Path("runs") / (name or load_job(path).name)))
     if arguments.resume and run.exists():
-        if arguments.job is None:
-            return resumed_job(run, None, overrides), run, True
-        return resumed_job(run, load_job(Path(arguments.job), overrides), []), run, True
-    if arguments.resume:
-        given = load_job(Path(arguments.job) if arguments.job else None, overrides)
+        return resumed_job(run, path, overrides), run, True
+    given = load_job(path, overrides)
     env = process_env()
     if not arguments.dry_run and (env is None or env.rank == 0):
         run.check_free()
     return given, run, False
-
-
-def _name(job: Job, overrides: Sequence[str]) -> str:
-    from equigrad.config.load import parse_overrides
-
-    return dict(parse_overrides(overrides)).get("name", job.name)
 
 
 def _words(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

@@ -27,7 +27,10 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
     """
     tree = read_toml(path or QUICKSTART)
     origin: dict[str, str] = {}
-    for key, text in parse_overrides(overrides):
+    words = parse_overrides(overrides)
+    if path is None and any(key == "model.weights" for key, _ in words):
+        del tree["model"], tree["data"]["tokenizer"]  # both come from there
+    for key, text in words:
         set_key(tree, key, override_value(key, text), origin)
     return make_job(tree, str(path or "the embedded quickstart"), origin)
 

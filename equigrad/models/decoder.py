@@ -4,6 +4,7 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from equigrad.config.model import Model
 from equigrad.models.rope import frequencies
 from equigrad.models.specs import Spec, parameter_specs
-from equigrad.numerics.ops import Ops, RotaryTable
+from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.row import Row
 from equigrad.parallel.placement import place
@@ -29,7 +30,8 @@ class Block(nn.Module):
 
     def __init__(self, config: Model, ops: Ops, layer: int) -> None:
         super().__init__()
-        self.config, self.ops, self.layer = config, ops, layer
+        self.config, self.ops = config, ops
+        self.layer = AttentionLayer(layer, config.window(layer))
 
     def forward(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         """Residual stream [T, H] -> [T, H]."""
@@ -50,7 +52,7 @@ class Block(nn.Module):
             q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
             k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
-        mixed = ops.attention(q, k, v, self.layer, config.window(self.layer), row)
+        mixed = ops.attention(q, k, v, self.layer, row)
         return ops.linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
 
     def _feed(self, x: Tensor, row: Row) -> Tensor:
@@ -86,14 +88,18 @@ class Decoder(nn.Module):
         for name, spec in self.specs.items():
             _attach(self, name, spec)
 
-    def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None) -> Tensor:
-        """Per-token cross-entropy [T] float32 of ``labels`` [T] given ``ids`` [T], both int64; without labels the
-        logits [T, V]."""
+    def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None) -> Tensor:
+        """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
+
+        ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them.
+        """
         ops = self.ops
         x = ops.embedding(ids, self.model.embed_tokens.weight, row)
         table = self.rotary_table(row)
         for block in self.blocks:
             x = block(x, table, row)
+        if at is not None:
+            x = ops.select(x, at, row)
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
             return ops.linear(x, self.head, None, row)
@@ -111,9 +117,18 @@ class Decoder(nn.Module):
 
     def rotary_table(self, row: Row) -> RotaryTable:
         """The rotary table of a row, shared by all blocks."""
-        lengths = row.lengths if row.cache is None else tuple(row.cache.lengths.tolist())
-        values, scale = frequencies(self.config, lengths)
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.kind != "dynamic":
+            values, scale = self._frequencies
+        else:
+            lengths = row.lengths if row.cache is None else tuple(row.cache.lengths.tolist())
+            values, scale = frequencies(self.config, lengths)
         return self.ops.rotary_table(values.to(row.positions.device), scale, row)
+
+    @cached_property
+    def _frequencies(self) -> tuple[Tensor, float]:
+        """Constants of the configuration, where they do not depend on the segments."""
+        return frequencies(self.config, ())
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

@@ -1,7 +1,7 @@
 """Decoding with a cache of keys and values: batched, reproducible, independent of batch neighbours.
 
-Each sequence draws its numbers from a counter keyed by (seed, number of the sequence, position), so that a sample is
-the same alone and in any batch. Knows token ids only, no text.
+Each sequence draws its numbers from a counter keyed by (seed, number of the sequence, position), so that what sequence
+number n draws does not depend on the sequences beside it. Knows token ids only, no text.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from torch import Tensor
 from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
 from equigrad.numerics.cache import KeyValueCache
-from equigrad.numerics.native import NativeOps
 from equigrad.numerics.random import key, splitmix64
 
 
@@ -45,7 +44,6 @@ def generate(
     if not prompts or max_tokens == 0:
         return outputs
     lengths = [len(p) for p in prompts]
-    assert isinstance(model.ops, NativeOps)
     cache = KeyValueCache(
         config.num_hidden_layers,
         len(prompts),
@@ -56,8 +54,8 @@ def generate(
         device,
     )
     row = cache.prefill(lengths)
-    logits = model(torch.tensor([t for p in prompts for t in p], device=device), row)
-    logits = logits[torch.tensor(lengths, device=device).cumsum(0) - 1]
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    logits = model(torch.tensor([t for p in prompts for t in p], device=device), row, at=ends)
     alive = list(range(len(prompts)))
     streams = [key(seed, f"generate/{number}") for number in range(len(prompts))]
     for position in range(max_tokens):

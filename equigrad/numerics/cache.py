@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.ops import AttentionLayer
 from equigrad.numerics.row import Row
 
 
@@ -32,6 +33,7 @@ class KeyValueCache:
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._longest = 0
+        self._prefilling = True
 
     def prefill(self, lengths: list[int]) -> Row:
         """The row of all prompts. Each has at least one token."""
@@ -42,6 +44,7 @@ class KeyValueCache:
 
     def step(self) -> Row:
         """The row of one more token for every sequence."""
+        self._prefilling = False
         row = Row((1,) * len(self.lengths), self.lengths.clone(), self)
         self.lengths += 1
         self._longest += 1
@@ -53,19 +56,19 @@ class KeyValueCache:
         self.lengths = self.lengths[sequences]
         self._longest = int(self.lengths.max()) if len(self.lengths) else 0
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
         """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
         lengths = torch.tensor(row.lengths, device=q.device)
         slot = torch.arange(len(row.lengths), device=q.device).repeat_interleave(lengths)
-        self._store[layer, 0, slot, row.positions] = k
-        self._store[layer, 1, slot, row.positions] = v
-        if int(row.positions[0]) == 0:
-            return packed_attention(q, k, v, row.lengths, window)
-        keys, values = self._store[layer, :, :, : self._longest].transpose(2, 3)
+        self._store[layer.index, 0, slot, row.positions] = k
+        self._store[layer.index, 1, slot, row.positions] = v
+        if self._prefilling:
+            return packed_attention(q, k, v, row.lengths, layer.window)
+        keys, values = self._store[layer.index, :, :, : self._longest].transpose(2, 3)
         at = torch.arange(self._longest, device=q.device)
         seen = at < self.lengths[:, None]
-        if window is not None:
-            seen &= at >= self.lengths[:, None] - window
+        if layer.window is not None:
+            seen &= at >= self.lengths[:, None] - layer.window
         out = F.scaled_dot_product_attention(
             q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
         )

@@ -46,12 +46,17 @@ class DeferredWeightGradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def weight_gradient(parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """The gradient of a weight for the backward of an op: its value, or None where it was deferred.
+def is_deferred(parameter: Tensor) -> bool:
+    """Whether this weight's gradient is to be computed later.
 
     Only leaves can be deferred: a weight that is itself computed needs its gradient at once.
     """
-    if _active is None or not parameter.is_leaf:
+    return _active is not None and parameter.is_leaf
+
+
+def weight_gradient(parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+    """The gradient of a weight for the backward of an op: its value, or None where it was deferred."""
+    if _active is None or not is_deferred(parameter):
         return compute()
     _active._pending.append((parameter, compute))
     return None

@@ -7,7 +7,7 @@ have one order, and less is saved and fewer passes over memory are made than aut
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from equigrad.numerics.attention import packed_attention
-from equigrad.numerics.deferred import weight_gradient
-from equigrad.numerics.ops import RotaryTable
+from equigrad.numerics.deferred import is_deferred, weight_gradient
+from equigrad.numerics.ops import AttentionLayer, RotaryTable
 from equigrad.numerics.row import Row
 
 # Logits are made in chunks of about this many elements (4 MB in float32), but of at least 256 tokens, so that the
@@ -57,10 +57,10 @@ class NativeOps:
         return _Rotary.apply(x, *table)
 
     @torch.compiler.disable  # its calls depend on the lengths of the segments: a compiled row would serve no other row
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
         if row.cache is not None:
-            return row.cache.attention(q, k, v, layer, window, row)
-        return packed_attention(q, k, v, row.lengths, window)
+            return row.cache.attention(q, k, v, layer, row)
+        return packed_attention(q, k, v, row.lengths, layer.window)
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return _Gated.apply(gate, up)
@@ -70,6 +70,9 @@ class NativeOps:
 
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         return _Fork.apply(x)
+
+    def select(self, x: Tensor, index: Tensor, row: Row) -> Tensor:
+        return _Select.apply(x, index)
 
     def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:
         return _CrossEntropy.apply(x, weight, labels, self.dtype, self.saved_logits_bytes)
@@ -199,6 +202,20 @@ class _Gated(torch.autograd.Function):
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.tokens = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.tokens, *dy.shape[1:]).index_copy_(0, index, dy), None
+
+
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,51 +228,73 @@ class _Fork(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Chunked over tokens. The probabilities are kept while they fit the budget, else made again.
+    """Chunked over tokens. What the backward pass needs, p - onehot with p = softmax(x w^T), is kept while it fits the
+    budget, else made again. The incoming gradient scales rows of x and dx, which are V/H times smaller.
 
-    With p = softmax(x w^T), the gradient of the logits is d (p - onehot), d being the token's incoming gradient. It is
-    never formed: d scales rows of x and dx instead, which are V/H times smaller.
+    The one-hot is subtracted in float32 before anything is rounded: near p = 1 the difference is all there is.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
         xq, wq = x.to(dtype), weight.to(dtype)
         tokens, vocab = x.shape[0], weight.shape[0]
-        keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
-        kept = torch.empty(tokens if keep else 0, vocab, device=x.device)
+        ctx.keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
+        kept = torch.empty(tokens if ctx.keep else 0, vocab, device=x.device)
         # A tensor of its own, not a view: FSDP warns of modules that return views.
         loss = torch.empty(tokens, device=x.device)
         for part in _chunks(tokens, vocab):
-            logits = _logits(xq[part], wq, kept[part] if keep else None)
+            logits = _product(xq[part], wq, kept[part] if ctx.keep else None)
             label = logits.gather(1, labels[part, None])
             top, where = logits.max(1, keepdim=True)
             probabilities = torch.softmax(logits, 1, out=logits)
             # log sum exp = top - log p(top), and p(top) >= 1/V never underflows
             torch.sub(top - probabilities.gather(1, where).log_(), label, out=loss[part, None])
+            if ctx.keep:
+                _subtract_onehot(probabilities, labels[part])
         ctx.save_for_backward(xq, weight, labels, kept)
-        ctx.keep, ctx.x_dtype = keep, x.dtype
+        ctx.x_dtype = x.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        xq, weight, labels, kept = ctx.saved_tensors
-        wq, d = weight.to(xq.dtype), dloss[:, None].to(xq.dtype)
-        scaled = xq * d
-        dx = torch.empty_like(xq) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for part in _chunks(len(labels), len(weight)):
-            p = kept[part] if ctx.keep else torch.softmax(_logits(xq[part], wq, None), 1)
-            p = p.to(xq.dtype)
-            if dx is not None:
-                torch.mm(p, wq, out=dx[part])
-            if dw is not None:
-                _accumulate_product(dw, p.t(), scaled[part])
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        weight = ctx.saved_tensors[1]
+        gradients = partial(_head_gradients, ctx.saved_tensors, ctx.keep, dloss)
+        if needs_weight and is_deferred(weight):
+            dx, _ = gradients(needs_x, False)
+            dw = weight_gradient(weight, lambda: cast(Tensor, gradients(False, True)[1]))
+        else:
+            dx, dw = gradients(needs_x, needs_weight)
+        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
+
+
+def _head_gradients(
+    saved: tuple[Tensor, ...], keep: bool, dloss: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the input (float32) and of the weight of a cross-entropy, or of one of them."""
+    xq, weight, labels, kept = saved
+    wq, d = weight.to(xq.dtype), dloss[:, None]
+    scaled = (xq * d).to(xq.dtype)
+    dx = torch.empty(xq.shape, device=xq.device) if needs_x else None
+    dw = torch.zeros_like(weight) if needs_weight else None
+    for part in _chunks(len(labels), len(weight)):
+        if keep:
+            error = kept[part].to(xq.dtype)
+        else:
+            logits = _product(xq[part], wq, None)
+            error = _subtract_onehot(torch.softmax(logits, 1, out=logits), labels[part]).to(xq.dtype)
         if dx is not None:
-            dx = dx.sub_(F.embedding(labels, wq)).mul_(d).to(ctx.x_dtype)
+            _product(error, wq.t(), dx[part])
         if dw is not None:
-            dw.index_add_(0, labels, scaled.to(dw.dtype), alpha=-1)
-        return dx, dw, None, None, None
+            _accumulate_product(dw, error.t(), scaled[part])
+    return None if dx is None else dx.mul_(d), dw
+
+
+def _subtract_onehot(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """p - onehot, in place."""
+    one = torch.ones((), dtype=probabilities.dtype, device=probabilities.device)
+    return probabilities.scatter_add_(1, labels[:, None], -one.expand(len(labels), 1))
 
 
 def _chunks(tokens: int, vocab: int) -> list[slice]:
@@ -263,12 +302,12 @@ def _chunks(tokens: int, vocab: int) -> list[slice]:
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _logits(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-    """Float32 logits [t, V] of a chunk, written into ``out`` if given."""
+def _product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """``x weight^T`` in float32, written into ``out`` if given."""
     if x.dtype == torch.float32:
         return torch.mm(x, weight.t(), out=out)
-    logits = x @ weight.t()
-    return logits.float() if out is None else out.copy_(logits)
+    product = x @ weight.t()
+    return product.float() if out is None else out.copy_(product)
 
 
 def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:

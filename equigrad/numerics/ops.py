@@ -18,8 +18,26 @@ from equigrad.numerics.row import Row
 RotaryTable = tuple[Tensor, Tensor]
 
 
+class AttentionLayer:
+    """What an attention op knows of its layer.
+
+    index:  its place in ``row.cache``, if there is one
+    window: a query sees this many latest tokens, itself included; None: all of its segment
+
+    Blocks pass it on unopened, so that one compiled block serves every layer.
+    """
+
+    def __init__(self, index: int, window: int | None) -> None:
+        self.index, self.window = index, window
+
+
 class Ops(Protocol):
-    """What ``native`` implements now and ``exact`` will."""
+    """What ``native`` implements now and ``exact`` will.
+
+    dtype: operands of matrix products and attention
+    """
+
+    dtype: torch.dtype
 
     def embedding(self, ids: Tensor, weight: Tensor, row: Row) -> Tensor:
         """Rows of ``weight`` [V, H] at ``ids`` [T] int64 -> [T, H]."""
@@ -50,11 +68,10 @@ class Ops(Protocol):
         """Rotate the two halves of each head of ``x`` [T, heads, D] by the table (Llama convention)."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, window: int | None, row: Row) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: "AttentionLayer", row: Row) -> Tensor:
         """Causal attention inside each segment. ``q`` [T, heads, D], ``k`` and ``v`` [T, kv_heads, D] -> like ``q``.
 
-        Query heads share key heads in consecutive groups. With ``window``, a query sees that many latest tokens,
-        itself included. ``layer`` names the place in ``row.cache``, if there is one.
+        Query heads share key heads in consecutive groups.
         """
         ...
 
@@ -68,6 +85,10 @@ class Ops(Protocol):
 
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         """One value for two uses; the gradient is the sum of the two, the first use's first."""
+        ...
+
+    def select(self, x: Tensor, index: Tensor, row: Row) -> Tensor:
+        """Tokens ``index`` [n] int64, each at most once, of ``x`` [T, H] -> [n, H]."""
         ...
 
     def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:

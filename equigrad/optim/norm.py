@@ -7,6 +7,8 @@ from torch import Tensor
 
 from equigrad.parallel.placement import Placed
 
+_PIECE = 1 << 15
+
 
 @torch.no_grad()
 def local_square_sum(gradients: Iterable[Placed]) -> Tensor:
@@ -14,8 +16,9 @@ def local_square_sum(gradients: Iterable[Placed]) -> Tensor:
     counted = [g.tensor for g in gradients if g.placement.replica == 0 and g.placement.numel]
     if not counted:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(counted)
-    return torch.stack(norms).double().square().sum()
+    # In float32 a long sum loses digits, and how many would depend on the shard: so short sums, added in float64.
+    pieces = [piece for tensor in counted for piece in tensor.reshape(-1).split(_PIECE)]
+    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
 
 
 @torch.no_grad()

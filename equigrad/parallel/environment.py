@@ -1,6 +1,7 @@
 """Which process this is, as torchrun or SLURM tell it through the environment. Torch-free."""
 
 import os
+import re
 from typing import NamedTuple
 
 
@@ -25,7 +26,8 @@ def process_env() -> ProcessEnv | None:
     if int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        local = int(env.get("SLURM_NTASKS_PER_NODE", env.get("SLURM_STEP_TASKS_PER_NODE", "1")).split("(")[0])
+        # "8(x2)" is 8 tasks on each of two machines, "8,4" is 8 on the first: an upper bound will do
+        local = int(re.split(r"[(,]", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0])
         rank, size = int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"])
         return ProcessEnv(rank, size, int(env.get("SLURM_LOCALID", 0)), local)
     return None

@@ -20,6 +20,7 @@ from types import FrameType
 from equigrad.errors import UserError
 
 _FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
+_STOP = "stop-asked"
 # How long surviving workers may take to end after another one failed.
 _GRACE_SECONDS = 5
 
@@ -67,7 +68,9 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _forward(folder: Path) -> None:
-    """Pass a request to stop on to the workers, which then save and end by themselves."""
+    """Pass a request to stop on to the workers, which then save and end by themselves. Those that are still starting
+    find it in the folder."""
+    (folder / _STOP).touch()
     for file in folder.glob("pid-*"):
         with contextlib.suppress(OSError, ValueError):
             os.kill(int(file.read_text()), signal.SIGTERM)
@@ -75,6 +78,9 @@ def _forward(folder: Path) -> None:
 
 def _explain(folder: Path, deaths: dict[int, int]) -> int:
     """Show the failure that came first, once. Returns 2 if the user can mend it, else 1."""
+    if (folder / _STOP).exists() and all(code == -signal.SIGTERM for code in deaths.values()):
+        print("stopped before the first step; nothing was saved")
+        return 0
     reports = [json.loads(file.read_text()) for file in folder.glob("report-*.json")]
     # Whoever lost its peers is a victim; a worker killed by a signal left no report and is the cause.
     causes = sorted((r for r in reports if not r["lost_peers"]), key=lambda r: r["time"])
@@ -106,10 +112,12 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
     folder = os.environ.get(_FOLDER)
     if folder:
         (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
+        if (Path(folder) / _STOP).exists():
+            os.kill(os.getpid(), signal.SIGTERM)
     try:
         return body()
     except UserError as error:
-        from equigrad.parallel.world import SharedUserError
+        from equigrad.parallel.ranks import SharedUserError
 
         if folder:
             _report(Path(folder), rank, str(error), user_error=True, lost_peers=False)
@@ -142,9 +150,11 @@ def _lost_peers(error: Exception) -> bool:
     """Whether an error only says that another process is gone."""
     import torch.distributed as dist
 
+    from equigrad.parallel.ranks import PeerError
+
     text = str(error)
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+    return isinstance(error, dist.DistError | PeerError) or any(sign in text for sign in signs)
 
 
 class StopRequest:

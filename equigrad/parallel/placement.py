@@ -61,7 +61,7 @@ def place(name: str, tensor: Tensor) -> Placed:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(tensor, DTensor)
-    local = tensor.to_local().detach()
+    local = local_part(tensor)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if 0 in shape:
         offset = (0,) * len(shape)
@@ -71,6 +71,11 @@ def place(name: str, tensor: Tensor) -> Placed:
         if kind.is_replicate():
             replica = replica * size + index
     return Placed(Placement(name, tuple(tensor.shape), tuple(offset), tuple(shape), replica), local)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a plain or distributed tensor, detached."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def place_all(named: Iterable[tuple[str, Tensor]]) -> dict[str, Placed]:

@@ -3,7 +3,6 @@
 With one process there is no process group, and every collective is the identity.
 """
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,15 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from equigrad.config.layout import Layout
 from equigrad.errors import UserError
 from equigrad.parallel.environment import ProcessEnv, process_env
-
-
-class SharedUserError(UserError):
-    """A user error that every rank raises, so that rank 0 alone needs to show it."""
+from equigrad.parallel.ranks import SharedUserError, agree, together
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class World:
     lane, lanes: among the data lanes, each of which computes rows of its own
     local_rank:  on this machine
     mesh:        dimensions (dp_replicate, dp_shard), or None with one process
+    control:     process group for agreements: on the CPU, and patient where one rank prepares what others wait for
     """
 
     layout: Layout
@@ -39,6 +37,7 @@ class World:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh | None
+    control: ProcessGroup | None = None
 
     @property
     def lane(self) -> int:
@@ -55,65 +54,25 @@ class World:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all ranks, in float64."""
-        return self._reduce(values, "SUM")
-
-    def max(self, values: list[float]) -> list[float]:
-        """Maxima over all ranks."""
-        return self._reduce(values, "MAX")
-
-    def _reduce(self, values: list[float], kind: str) -> list[float]:
         if self.size == 1:
             return values
         import torch.distributed as dist
 
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, kind))
+        dist.all_reduce(tensor)
         return tensor.tolist()
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.sum([0.0])
-
-    def gather(self, value: Any) -> list[Any]:
-        """A JSON-able value of every rank, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        import torch.distributed as dist
-
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        sizes = [int(s) for s in self.sum([float(len(data) * (r == self.rank)) for r in range(self.size)])]
-        parts = [torch.zeros(max(sizes), dtype=torch.uint8, device=self.device) for _ in sizes]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        mine[: len(data)] = data
-        dist.all_gather(parts, mine)
-        return [json.loads(bytes(p[:n].tolist())) for p, n in zip(parts, sizes, strict=True)]
-
     def agree(self, value: Any, what: str) -> None:
-        """Check that a JSON-able value is the same on every rank; the error names the ranks that differ."""
-        values = self.gather(value)
-        different = [rank for rank, other in enumerate(values) if other != values[0]]
-        if different:
-            raise RuntimeError(f"ranks disagree about {what}: ranks {different} differ from rank 0")
+        """Check that a value is the same on every rank; the error names the ranks that differ."""
+        agree(value, what, self.control)
 
     def everywhere(self, action: Callable[[], Any], when: bool = True) -> Any:
-        """Run ``action`` on the ranks where ``when`` holds. Its ``UserError`` on one rank is raised on all of them.
+        """Run ``action`` on the ranks where ``when`` holds, while the others wait, for days if need be.
 
-        Returns the result on the ranks that ran it, else None.
+        Returns the result on the ranks that ran it, else None. An error on one rank is raised on all of them, as
+        ``ranks.together`` says.
         """
-        result, problem = None, None
-        try:
-            if when:
-                result = action()
-        except UserError as error:
-            problem = str(error)
-        if self.size == 1 and problem is not None:
-            raise UserError(problem)
-        problems = self.gather(problem)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                same_everywhere = all(other == text for other in problems)
-                raise SharedUserError(text if rank == 0 or same_everywhere else f"rank {rank}: {text}")
-        return result
+        return together(lambda: action() if when else None, self.control)
 
     def close(self) -> None:
         """Leave the process group. Ranks wait for each other first: gloo aborts if one is still talking."""
@@ -121,7 +80,7 @@ class World:
             import torch.distributed as dist
 
             with suppress(Exception):
-                self.barrier()
+                self.sum([0.0])
             dist.destroy_process_group()
 
 
@@ -152,7 +111,8 @@ def start(layout: Layout) -> World:
     mesh = init_device_mesh(
         device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh)
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control)
 
 
 def _cores() -> int:
@@ -167,6 +127,9 @@ def _device(layout: Layout, local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    # Sums by atomic additions would differ from run to run, and a resumed run from one that never stopped.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
     return device
 
 

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import Literal
 
 from equigrad.errors import UserError
@@ -46,17 +47,22 @@ def plan(
 ) -> Schedule:
     """Pack samples of ``lengths`` tokens into rows of at most ``row_tokens``, and deal the rows to ``lanes``.
 
-    Rows are split at sample boundaries, the costliest first, until their number is a multiple of ``lanes``; rounds are
-    made of rows of similar cost, because lanes wait for each other at the end of a round.
+    With several lanes the samples are dealt out again, to a multiple of ``lanes`` rows of about equal cost; where a row
+    then has no room, full rows are split at sample boundaries instead, the costliest first. Rounds are made of rows of
+    similar cost, because lanes wait for each other at the end of a round.
     """
     for number, length in enumerate(lengths):
         if length > row_tokens:
             raise UserError(f"sample {number} has {length} tokens, more than batch.row_tokens = {row_tokens}")
     rows = _fill(lengths, row_tokens, packing)
-    rows = _align(rows, costs, lanes)
+    if lanes > 1:
+        count = min(len(lengths), -(-len(rows) // lanes) * lanes)
+        rows = _balance(lengths, costs, row_tokens, count) or _align(rows, costs, lanes)
     rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
     rows += [()] * (-len(rows) % lanes)
-    return Schedule(tuple(tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)))
+    rounds = [tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)]
+    # Every other round the other way round, so that no lane always gets the costliest row.
+    return Schedule(tuple(round_[::-1] if number % 2 else round_ for number, round_ in enumerate(rounds)))
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -83,6 +89,26 @@ def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[Row]:
             rows.append([])
         rows[row].append(sample)
     return [tuple(row) for row in rows]
+
+
+def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: int) -> list[Row] | None:
+    """Longest processing time first: the costliest sample next goes to the cheapest of ``count`` rows that has room.
+    None where no row has room for some sample."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    room = [cap] * count
+    cheapest = [(0.0, row) for row in range(count)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        full = []
+        while cheapest and room[cheapest[0][1]] < lengths[sample]:
+            full.append(heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, row = heappop(cheapest)
+        rows[row].append(sample)
+        room[row] -= lengths[sample]
+        for entry in [*full, (cost + costs[sample], row)]:
+            heappush(cheapest, entry)
+    return [tuple(sorted(row, key=lambda i: (-lengths[i], i))) for row in rows]
 
 
 def _align(rows: list[Row], costs: Sequence[float], lanes: int) -> list[Row]:

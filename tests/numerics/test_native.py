@@ -152,17 +152,19 @@ def test_cross_entropy_is_finite_for_extreme_logits() -> None:
     assert torch.isfinite(x.grad).all()
 
 
-def test_deferred_weight_gradients_equal_immediate_ones() -> None:
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+def test_deferred_weight_gradients_equal_immediate_ones(budget: int) -> None:
     row, ids = Row.of([9]), torch.arange(9) % 5
+    limited = NativeOps(saved_logits_bytes=budget)
 
     def parameters() -> list[Tensor]:
-        return [tensor(5, 8), tensor(8), tensor(12, 8), tensor(12), tensor(8, 12)]
+        return [tensor(5, 8), tensor(8), tensor(12, 8), tensor(12), tensor(8, 12), tensor(7, 8)]
 
     def loss(weights: list[Tensor]) -> Tensor:
-        embedding, norm, up, bias, down = weights
+        embedding, norm, up, bias, down, head = weights
         x = ops.norm(ops.embedding(ids, embedding, row), norm, 1e-5, row)
         (hidden,) = ops.linears(x, [up], [bias], row)
-        return ops.linear(hidden, down, None, row).square().sum()
+        return limited.cross_entropy(ops.linear(hidden, down, None, row), head, ids, row).sum()
 
     now, later = parameters(), parameters()
     loss(now).backward()
@@ -173,6 +175,31 @@ def test_deferred_weight_gradients_equal_immediate_ones() -> None:
     deferred.run()
     for a, b in zip(now, later, strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_select_scatters_gradients_back() -> None:
+    index, row = torch.tensor([4, 0, 2]), Row.of([6])
+    assert_same(lambda x: ops.select(x, index, row), lambda x: x[index], [tensor(6, 5)])
+    none = torch.zeros(0, dtype=torch.int64)
+    assert_same(lambda x: ops.select(x, none, row), lambda x: x[none], [tensor(6, 5)])
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+@pytest.mark.parametrize("scale", [0.1, 1.6])
+def test_bfloat16_loss_keeps_the_gradient_of_confident_tokens(budget: int, scale: float) -> None:
+    """Where p(label) is near 1, all that is left of the gradient is p - 1: it must not be lost to rounding."""
+    labels = torch.arange(64) % 40
+    weight = tensor(40, 32)
+    x = (tensor(64, 32) * 0.1 + scale * weight[labels] / 4).detach().requires_grad_()
+    low, normaliser = NativeOps(torch.bfloat16, budget), 1 / 3001
+    loss = (low.cross_entropy(x, weight, labels, Row.of([64])) * normaliser).sum()
+    mine = torch.autograd.grad(loss, (x, weight))
+    xq, wq = x.detach().bfloat16(), weight.detach().bfloat16()
+    error = (xq @ wq.t()).double().softmax(1) - F.one_hot(labels, 40)
+    assert scale < 1 or -error[range(64), labels].mean() < 0.03
+    exact = (error @ wq.double() * normaliser, error.t() @ xq.double() * normaliser)
+    for a, b in zip(mine, exact, strict=True):
+        assert (a.double() - b).norm() < 0.01 * b.norm()
 
 
 def test_bfloat16_products_keep_float32_gradients() -> None:

@@ -71,3 +71,11 @@ def test_norm_and_clipping_match_pytorch() -> None:
     before = placed["0"].tensor.clone()
     clip(placed.values(), 0.4, 0.5)
     assert torch.equal(before, placed["0"].tensor)
+
+
+def test_the_norm_of_a_large_tensor_is_right_and_does_not_depend_on_its_division() -> None:
+    large = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
+    exact = large.double().square().sum().item()
+    for parts in (1, 8):
+        pieces = place_all((str(i), t) for i, t in enumerate(large.chunk(parts)))
+        assert float(local_square_sum(pieces.values())) == pytest.approx(exact, rel=1e-6)

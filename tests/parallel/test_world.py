@@ -12,7 +12,8 @@ from equigrad.config.layout import Layout
 from equigrad.errors import UserError
 from equigrad.parallel.environment import first_host, process_env
 from equigrad.parallel.placement import Placed, Placement, place
-from equigrad.parallel.world import SharedUserError, start
+from equigrad.parallel.ranks import PeerError, SharedUserError
+from equigrad.parallel.world import start
 from tests.jobs import pool_world, tiny_job
 from tests.workers import Workers
 
@@ -103,22 +104,26 @@ def _collectives() -> list[Any]:
     except RuntimeError as error:
         problems.append(str(error))
     one = world.everywhere(lambda: "main only", when=world.is_main)
-    return [world.sum([1.0, world.rank]), world.max([world.rank]), world.gather({"r": world.rank}), problems, one]
+    try:
+        world.everywhere(lambda: 1 // (world.rank - 1))
+    except (ZeroDivisionError, PeerError) as error:
+        problems.append(type(error).__name__)
+    return [world.sum([1.0, world.rank]), problems, one]
 
 
 def test_collectives_tell_every_rank_the_same(workers: Pools) -> None:
     results = workers(4).run(_collectives)
-    for rank, (total, top, gathered, problems, one) in enumerate(results):
+    for rank, (total, problems, one) in enumerate(results):
         assert total == [4.0, 6.0]
-        assert top == [3]
-        assert gathered == [{"r": r} for r in range(4)]
-        wanted = "ranks disagree about the plan: ranks [3] differ from rank 0"
-        assert problems == ["the file is gone", "rank 2: the file is gone", wanted]
+        different = "ranks disagree about the plan: ranks [3] differ from rank 0"
+        own = "ZeroDivisionError" if rank == 1 else "PeerError"
+        assert problems == ["the file is gone", "rank 2: the file is gone", different, own]
         assert one == ("main only" if rank == 0 else None)
 
 
 def test_alone_every_collective_is_the_identity(tmp_path: Path) -> None:
     world = pool_world(tiny_job())
-    assert (world.sum([2.5]), world.max([1.0]), world.gather("x")) == ([2.5], [1.0], ["x"])
+    assert world.sum([2.5]) == [2.5]
+    world.agree("x", "anything")
     with pytest.raises(UserError, match="no"):
         world.everywhere(lambda: (_ for _ in ()).throw(UserError("no")))

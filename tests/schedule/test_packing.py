@@ -69,3 +69,12 @@ def test_the_schedule_is_the_same_in_every_process() -> None:
 def test_a_sample_that_fits_no_row_is_named() -> None:
     with pytest.raises(UserError, match="sample 1 has 9 tokens"):
         plan([3, 9], [1.0, 1.0], 1, 8)
+
+
+def test_lanes_get_about_the_same_work_from_a_heavy_tail() -> None:
+    lengths = [1 + 4000 // (1 + i % 97) for i in range(3000)]
+    costs = [float(n * (3000 + n)) for n in lengths]
+    for lanes in (8, 64):
+        schedule = plan(lengths, costs, lanes, 8192)
+        work = [sum(costs[i] for row in schedule.lane(lane) for i in row) for lane in range(lanes)]
+        assert max(work) < 1.12 * sum(work) / lanes

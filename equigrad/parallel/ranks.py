@@ -1,16 +1,24 @@
-"""What a checkpoint needs of the other ranks. Without a process group this process is the only rank.
+"""Small agreements among ranks. Without a process group this process is the only rank.
 
 Knows nothing of tensors or files.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from equigrad.errors import UserError
 
 T = TypeVar("T")
+
+
+class SharedUserError(UserError):
+    """A user error that every rank raises, so that rank 0 alone needs to show it."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; it shows why."""
 
 
 def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
@@ -33,7 +41,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """This rank's ``action()``, once it has succeeded on all of them: none goes on to wait for one that gave up.
 
-    Raises, on every rank: UserError if the first error of any rank is one, or an OSError; otherwise RuntimeError.
+    Raises, on every rank: ``SharedUserError`` if the first error of any rank is a ``UserError`` or an ``OSError``;
+    otherwise the rank's own error, and ``PeerError`` on ranks that had none.
     """
     failure: Exception | None = None
     try:
@@ -43,8 +52,19 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     mine = None if failure is None else (isinstance(failure, UserError | OSError), f"{failure}")
     failures = gather(mine, group)
     for rank, theirs in enumerate(failures):
-        if theirs is not None:
-            users, text = theirs
-            text = f"rank {rank}: {text}" if len(failures) > 1 else text
-            raise (UserError if users else RuntimeError)(text) from failure
+        if theirs is None:
+            continue
+        users, text = theirs
+        if not users:
+            raise failure or PeerError(f"rank {rank}: {text}")
+        everywhere = all(other == theirs for other in failures)
+        raise SharedUserError(text if rank == 0 or everywhere else f"rank {rank}: {text}") from failure
     return value
+
+
+def agree(value: Any, what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Check that a value is the same on every rank; the error names the ranks that differ."""
+    values = gather(value, group)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        raise RuntimeError(f"ranks disagree about {what}: ranks {different} differ from rank 0")
