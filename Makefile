@@ -2,13 +2,14 @@
 #
 #   make train                     train the quickstart model into runs/quickstart, or go on with it
 #   make train RUN=DIR ARGS=...    another run folder; more arguments for `equigrad train`
-#   make test ARGS=...             the whole test suite; more arguments for pytest
+#   make test ARGS=...             the whole test suite, JOBS=2 tests at a time; more arguments for pytest
 #   make lint types docs bench     what their names say
 #   make clean                     remove what building and testing leave behind; .venv and runs stay
 
 PYTHON ?= python3
 RUN ?= runs/quickstart
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +28,7 @@ train: $(VENV)/.installed
 
 # pytest's own exit status goes into the file STATUS, if that is given; make itself knows only 0 and 2.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest $(ARGS) $(if $(STATUS),; echo $$? > '$(STATUS)')
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS) $(if $(STATUS),; echo $$? > '$(STATUS)')
 
 lint: $(VENV)/.installed-lint
 	@$(BIN)/ruff check

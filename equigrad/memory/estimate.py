@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from equigrad.config.job import Job
-from equigrad.models.specs import parameter_count
+from equigrad.models.specs import parameter_count, parameter_specs
 
 _OPTIMIZER_BYTES = {"adamw": 8}
 
@@ -26,8 +26,9 @@ class Estimate:
 def estimate(job: Job) -> Estimate:
     """The peak: all state, and the saved activations of one full row at the end of its forward pass.
 
-    Float32 parameters, gradients and moments are sharded over dp_shard; with several rounds, or without resharding,
-    gradients and gathered parameters are whole.
+    Float32 parameters, gradients and moments are sharded over dp_shard. While sharded, gradients that are reduced once
+    a step are whole, and so are gathered parameters: all of them, or, where they are freed after the forward pass, the
+    embedding and head and two blocks.
     """
     model, shards = job.model, job.layout.dp_shard
     count = parameter_count(model)
@@ -49,5 +50,11 @@ def estimate(job: Job) -> Estimate:
         activations = tokens * kept * block
     logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
     sharded = -(-count // shards)
-    whole = count if shards > 1 and not job.layout.reduce_every_round else sharded
-    return Estimate(4 * sharded, 4 * whole, _OPTIMIZER_BYTES[job.optim.name] * sharded, activations, logits)
+    whole = count if not job.layout.reduce_every_round else sharded
+    gathered = 0
+    if shards > 1:
+        in_blocks = sum(s.numel for n, s in parameter_specs(model).items() if n.startswith("model.layers."))
+        kept_blocks = 2 if job.layout.reshard_after_forward else layers
+        gathered = count - in_blocks + in_blocks * min(kept_blocks, layers) // layers
+    optimizer = _OPTIMIZER_BYTES[job.optim.name] * sharded
+    return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)

@@ -60,8 +60,3 @@ class AdamW:
                 at = self._parameters[name].placement
                 placed[f"{moment}.{name}"] = Placed(at, tensor).renamed(f"{moment}.{name}")
         return placed
-
-    @staticmethod
-    def bytes_per_parameter() -> int:
-        """Memory of the state, for float32 parameters."""
-        return 4 * len(MOMENTS)
