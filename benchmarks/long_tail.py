@@ -2,7 +2,7 @@
 and with its length-grouped sampler.
 
 Samples are the paragraphs of Moby Dick as fine-tuning samples (prompt: the chapter's title); the other built-in corpus
-has no paragraph breaks. Same architecture (Qwen2, the ~15M shape), same samples per step, same tokenizer, AdamW,
+has no paragraph breaks. Same architecture (Qwen2, hidden 256, 6 layers), same samples per step, same tokenizer, AdamW,
 clipping and threads. A round is ten steps: one whole mega-batch of the length-grouped sampler, its long and its short
 samples.
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from common import arguments, pin_threads, ratio, show, spread, write
 
-OPTIONS = arguments("long_tail", __doc__ or "", rounds=5, steps=10, samples=64)
+OPTIONS = arguments("long_tail", __doc__ or "", rounds=3, steps=10, samples=64)
 pin_threads(OPTIONS.threads)
 
 import gzip  # noqa: E402
@@ -67,8 +67,8 @@ def make_trainer(source: Path, folder: Path) -> tuple[Trainer, Tokenizer]:
         "data": {"sources": [str(source)], "context": CONTEXT, "cache": str(folder / "cache"),
                  "tokenizer": {"kind": "bpe", "vocab_size": 4096}},
         "batch": {"samples": OPTIONS.samples, "row_tokens": 4096},
-        "model": {"family": "qwen2", "attention_bias": True, "vocab_size": 4096, "hidden_size": 384,
-                  "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+        "model": {"family": "qwen2", "attention_bias": True, "vocab_size": 4096, "hidden_size": 256,
+                  "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4},
         "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
     }  # fmt: skip
     job = make_job(tree, "benchmark")

@@ -14,12 +14,14 @@ from equigrad.parallel.world import World
 def build_model(job: Job, world: World) -> Decoder:
     """The decoder on this rank's device, sharded as the layout says, its parameters not yet given values."""
     ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
-    model = Decoder(job.model, ops)
+    sharded = world.mesh is not None
+    model = Decoder(job.model, ops, "meta" if sharded else world.device)
     blocks = model.blocks
     if job.numerics.compile:
+        # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
+        ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
     recompute.apply(job.memory, blocks)
     shard(model, blocks, world)
-    model.to_empty(device=world.device)
-    return model
+    return model.to_empty(device=world.device) if sharded else model

@@ -166,3 +166,17 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     result = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment(), timeout=60)
     assert result.stdout.startswith("usage: equigrad train")
     assert "Traceback" not in result.stderr
+
+
+def test_a_single_process_starts_without_the_slow_parts_of_torch() -> None:
+    """The compiler and distributed tensors cost seconds to import; start-up to the first step is under six."""
+    code = (
+        "import sys, torch, equigrad.trainer, equigrad.commands.session\n"
+        "from equigrad.build import build_model\nfrom equigrad.parallel.world import start\n"
+        "from tests.jobs import tiny_job\njob = tiny_job()\nmodel = build_model(job, start(job.layout))\n"
+        "model.initialize(0)\n"
+        "slow = {'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'transformers'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equigrad.config.model import Model
 from equigrad.models.rope import frequencies
-from equigrad.models.specs import Spec, parameter_specs
+from equigrad.models.specs import parameter_specs
 from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.row import Row
@@ -74,19 +74,20 @@ class _Holder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameters are made on the meta device; ``initialize`` or a checkpoint gives them values."""
+    """The whole model. ``initialize`` or a checkpoint gives parameters their values; to be sharded before they take any
+    memory, they are made on the meta device."""
 
     model: Any
     lm_head: Any
 
-    def __init__(self, config: Model, ops: Ops) -> None:
+    def __init__(self, config: Model, ops: Ops, device: torch.device | str = "meta") -> None:
         super().__init__()
         self.config, self.ops = config, ops
         self.specs = parameter_specs(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(Block(config, ops, i) for i in range(config.num_hidden_layers))
         for name, spec in self.specs.items():
-            _attach(self, name, spec)
+            _attach(self, name, nn.Parameter(torch.empty(spec.shape, device=device)))
 
     def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None) -> Tensor:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
@@ -142,12 +143,12 @@ class Decoder(nn.Module):
                 fill_normal(placed.tensor, spec.std, seed, name, at.shape, at.offset)
 
 
-def _attach(root: nn.Module, name: str, spec: Spec) -> None:
-    """Register a meta parameter under its dotted name, making the holders on the way."""
+def _attach(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under its dotted name, making the holders on the way."""
     *path, leaf = name.split(".")
     node = root
     for part in path:
         if not hasattr(node, part):
             node.add_module(part, _Holder())
         node = getattr(node, part)
-    node.register_parameter(leaf, nn.Parameter(torch.empty(spec.shape, device="meta")))
+    node.register_parameter(leaf, parameter)

@@ -56,7 +56,6 @@ class NativeOps:
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         return _Rotary.apply(x, *table)
 
-    @torch.compiler.disable  # its calls depend on the lengths of the segments: a compiled row would serve no other row
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
         if row.cache is not None:
             return row.cache.attention(q, k, v, layer, row)
