@@ -95,7 +95,7 @@ def hugging_face(trainer: Trainer, tokenizer: Tokenizer, folder: Path, grouped: 
     ]
     raw = to_huggingface(trainer.job.model, None, None, "float32")
     raw.pop("model_type")
-    model = Qwen2ForCausalLM(Qwen2Config(**raw, attn_implementation="sdpa", use_cache=False))
+    model = Qwen2ForCausalLM(Qwen2Config(**raw | {"use_cache": False}, attn_implementation="sdpa"))
     rounds = iter(range(10**6))
 
     class Counted(HuggingFaceTrainer):

@@ -13,6 +13,8 @@ A run is never overwritten by accident. Torch-free.
 
 import json
 import os
+import platform
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,18 +71,30 @@ class Run:
             raise UserError(
                 f"{self.folder} already holds a run; --resume continues it, --run DIR chooses another folder"
             )
-        if self.folder.exists() and (not self.folder.is_dir() or any(p.name != _LOCK for p in self.folder.iterdir())):
-            raise UserError(f"{self.folder} exists and is not an empty folder; --run DIR chooses another one")
+        if self.folder.exists() and (not self.folder.is_dir() or self._strangers()):
+            raise UserError(f"{self.folder} exists and is not an empty folder; choose another one")
         folder = self.folder.absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {self.folder}: {existing} is not a folder one may write into")
 
+    def _strangers(self) -> bool:
+        """Whether there is more than what a start that failed leaves behind."""
+        names = {p.name for p in self.folder.iterdir()}
+        saved = any((self.folder / "checkpoints").glob("step-*"))
+        return saved or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
+
+    def clear(self) -> None:
+        """Take away what a start that failed left behind."""
+        with writing(self.folder):
+            for name in ("tokenizer", "checkpoints", "tensorboard"):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def lock(self) -> IO[str]:
         """Hold the run for this process until the file returned is closed. ``UserError`` where another one holds it."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            held = (self.folder / _LOCK).open("w")
+            held = (self.folder / _LOCK).open("a+")
         try:
             import fcntl
 
@@ -88,8 +102,13 @@ class Run:
         except ImportError:
             pass  # no such locks on this system
         except OSError:
+            held.seek(0)
+            owner = held.read().strip()
             held.close()
-            raise UserError(f"{self.folder} is in use by another process") from None
+            raise UserError(f"{self.folder} is in use by another process ({owner})") from None
+        held.truncate(0)
+        held.write(f"process {os.getpid()} on {platform.node()}\n")
+        held.flush()
         return held
 
     def forget_end(self) -> None:

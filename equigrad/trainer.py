@@ -124,13 +124,15 @@ class Trainer:
         what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}"
         if job.train.non_finite == "stop":
             raise UserError(
-                f"{what}: not finite, nothing was changed; the last checkpoint is good."
+                f"{what}: not finite, nothing was changed, checkpoints least of all."
                 ' Lower optim.lr, look at the data, or leave such steps out with train.non_finite = "skip"'
             )
         self.counters["skipped"] += 1
         self.counters["skipped_in_a_row"] += 1
         if self.counters["skipped_in_a_row"] > job.train.max_skips:
-            raise UserError(f"{what}: not finite, and so were {job.train.max_skips} steps before it; the run stops")
+            raise UserError(
+                f"{what}: not finite, more than train.max_skips = {job.train.max_skips} in a row; the run stops"
+            )
 
     def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss; None where nothing is held out."""

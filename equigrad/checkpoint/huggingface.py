@@ -148,6 +148,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         if shard:
             path = folder / f"part-{len(written):05d}"
             save_file(shard, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # as any other file; save_file makes it private
             written.append((path, sorted(shard)))
         shard, size = {}, 0
 

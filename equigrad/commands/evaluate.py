@@ -59,7 +59,12 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
         stream = Stream(job.data, job.batch, job.seed, tokenizer)
     held_out = stream.held_out()
     if not held_out.samples:
-        raise UserError("nothing is held out: set data.held_out_every or data.held_out_sources")
+        documents = sum(s.documents for s in stream.stats)
+        raise UserError(
+            f"nothing is held out: data.held_out_every is {job.data.held_out_every}, of {documents} documents, and"
+            " data.held_out_sources is empty; give --data.held_out_sources FILE (--data.held_out_every 0 beside it"
+            " leaves the rest out)"
+        )
     result = evaluate(open_model(weights, job, world), stream, held_out, job, world).record()
     if world.is_main:
         print(f"held-out loss     {result['held_out_loss']:.6f} nats per token")

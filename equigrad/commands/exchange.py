@@ -27,6 +27,7 @@ def import_main(arguments: argparse.Namespace) -> int:
     if weights.checkpoint is not None:
         raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
     run.check_free()
+    run.clear()
     specs = parameter_specs(weights.model)
     parameters = place_all((name, torch.empty(spec.shape)) for name, spec in specs.items())
     load_weights(weights, parameters)
@@ -56,6 +57,8 @@ def export_main(arguments: argparse.Namespace) -> int:
     from equigrad.checkpoint.manifest import read_manifest
     from equigrad.commands.models import own_tokenizer
 
+    if arguments.shard_mb < 1:
+        raise UserError("--shard-mb must be at least 1")
     weights, folder = find_weights(arguments.model), Path(arguments.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder")

@@ -1,6 +1,7 @@
 """``equigrad generate``: continue prompts, in one batch with a cache of keys and values."""
 
 import argparse
+import math
 from pathlib import Path
 
 from equigrad.errors import UserError
@@ -10,8 +11,8 @@ from equigrad.run import write_json
 
 def main(arguments: argparse.Namespace) -> int:
     """Print each prompt's continuation."""
-    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1 or arguments.max_tokens < 0:
-        raise UserError("--temperature and --max-tokens must be at least 0, and --top-p in (0, 1]")
+    if not 0 <= arguments.temperature < math.inf or not 0 < arguments.top_p <= 1 or arguments.max_tokens < 0:
+        raise UserError("--temperature and --max-tokens must be numbers from 0 on, and --top-p in (0, 1]")
     weights, prompts = find_weights(arguments.model), _prompts(arguments)
     from equigrad.commands.models import open_model, own_job, own_tokenizer
     from equigrad.config.layout import Layout
@@ -31,9 +32,8 @@ def main(arguments: argparse.Namespace) -> int:
         model, ids, arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed, sorted(stop)
     )
     results = [{"prompt": p, "text": tokenizer.decode(o)} for p, o in zip(prompts, outputs, strict=True)]
-    for result in results:
-        print(result["text"] if arguments.chat else result["prompt"] + result["text"])
-        print("---" if len(results) > 1 else "", end="\n" if len(results) > 1 else "")
+    shown = [r["text"] if arguments.chat else r["prompt"] + r["text"] for r in results]
+    print("\n---\n".join(shown))
     if arguments.json:
         write_json(Path(arguments.json), results)
     return 0

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
 from equigrad.observe.progress import open_progress
 from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.world import World, keep_freed_memory, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
 from equigrad.run import Run, write_json, writing
@@ -32,16 +34,24 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
     """Train until done or asked to stop; called on every rank. Returns the exit code."""
     keep_freed_memory()
     world = start(job.layout)
-    lock = world.everywhere(run.lock, when=world.is_main)
+    with world.everywhere(run.lock, when=world.is_main) or nullcontext():
+        _train(job, run, resume, world)
+    world.close()
+    return 0
+
+
+def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
     checkpoint = latest(run.folder / "checkpoints") if resume else None
     _agree(job, tokenizer, stream, checkpoint, world)
     trainer = Trainer(job, run.folder, world, stream)
     _give_state(trainer, checkpoint)
-    if world.is_main and trainer.step < job.train.steps:
-        run.forget_end()
+    if trainer.step > job.train.steps:
+        raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
     with StopRequest() as stop, _sinks(trainer, run, peak) as sinks:
+        # Only now does the folder hold this run: nothing that could still go wrong has changed it.
+        world.everywhere(lambda: _begin(trainer, run), when=world.is_main)
         observer = _Recorder(trainer, sinks, peak)
         finished = trainer.run(observer, stop)
         held_out = trainer.evaluate() if finished else None
@@ -50,11 +60,14 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
     if finished:
         _finish(trainer, run, tokenizer, held_out)
     elif world.is_main:
-        print(f"stopped after step {trainer.step}; its checkpoint is saved. --resume continues the run")
-    world.close()
-    if lock is not None:
-        lock.close()
-    return 0
+        how = f"equigrad train --run {run.folder} --resume"
+        print(f"stopped after step {trainer.step}; its checkpoint is saved. --resume continues the run: {how}")
+
+
+def _begin(trainer: Trainer, run: Run) -> None:
+    run.write_job(trainer.job)
+    if trainer.step < trainer.job.train.steps:
+        run.forget_end()
 
 
 def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokenizer, Stream]:
@@ -69,10 +82,12 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
         return resolved, tokenizer, Stream(resolved.data, resolved.batch, resolved.seed, tokenizer, progress)
 
     def create() -> tuple[Job, Tokenizer, Stream]:
+        if not resume:
+            run.clear()
         made = make()
-        with writing(run.tokenizer):
-            made[1].save(run.tokenizer)
-        run.write_job(made[0])
+        if not (run.tokenizer / "tokenizer.json").exists():
+            with writing(run.tokenizer):
+                made[1].save(run.tokenizer)
         for stats in made[2].stats:
             print(_line(stats))
         return made

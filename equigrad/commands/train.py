@@ -2,10 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from equigrad.config import Job, dump_toml, load_job
 from equigrad.config.load import parse_overrides
+from equigrad.errors import UserError
 from equigrad.run import Run, resumed_job
 
 
@@ -14,6 +16,9 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     job, run, resume = _job_and_run(arguments, overrides)
     if arguments.dry_run:
         return _dry_run(job)
+    _check_extras(job)
+    if resume:
+        _check_resumable(run)
     # Both imports are torch-free until something is started.
     from equigrad.parallel.environment import process_env
     from equigrad.parallel.launch import launch, run_worker
@@ -42,6 +47,27 @@ def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tup
     if not arguments.dry_run and (env is None or env.rank == 0):
         run.check_free()
     return given, run, False
+
+
+def _check_extras(job: Job) -> None:
+    """``UserError`` now rather than after minutes of preparation."""
+    wanted = {"tensorboard": job.observe.tensorboard, "wandb": job.observe.wandb_project is not None}
+    for extra, asked in wanted.items():
+        if asked and find_spec(extra) is None:
+            raise UserError(f"the job asks for {extra}, which is not installed: pip install 'equigrad[{extra}]'")
+
+
+def _check_resumable(run: Run) -> None:
+    """``UserError`` for a latest checkpoint that is damaged, or that holds weights alone."""
+    from equigrad.checkpoint.folder import latest
+    from equigrad.checkpoint.manifest import read_manifest
+
+    checkpoint = latest(run.folder / "checkpoints")
+    if checkpoint is not None and "cursor" not in read_manifest(checkpoint).meta:
+        raise UserError(
+            f"{run.folder} holds imported weights and no training to resume; start a run from them:"
+            f" equigrad train --model.weights '{run.folder}' --run ANOTHER_FOLDER"
+        )
 
 
 def _words(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ Templates are Jinja, as in Hugging Face tokenizers: same sandbox, same globals, 
 """
 
 import json
+import secrets
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -28,8 +29,8 @@ CHATML = """\
 
 Span = tuple[int, int]  # first character, and the one after the last
 
-# Put around a {% generation %} block while rendering and removed at once. U+FDD0 is not a character of any text.
-_MARK = "\ufdd0generation\ufdd0"
+# Put around a {% generation %} block while rendering and removed at once. Random, so that no text can contain it.
+_MARK = f"\ufdd0{secrets.token_hex(16)}\ufdd0"
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,13 @@ class Tokenizer:
             "chat_template": self.chat_template,
             "clean_up_tokenization_spaces": False,
         }
-        self._engine.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, text in {
+            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "tokenizer.json": self._engine.to_str(pretty=True),
+        }.items():
+            aside = folder / f".{name}.tmp"
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(folder / name)
 
     def replaced(
         self, bos_token: str | None = None, eos_token: str | None = None, chat_template: str | None = None

@@ -101,7 +101,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(_from_line(line))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, KeyError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a record of a run: {line[:80]!r}") from None
     return records
@@ -115,6 +115,8 @@ def _to_line(record: Record) -> str:
 
 def _from_line(line: bytes) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(line)
+    if not isinstance(record["step"], int):
+        raise TypeError("a record's step is a whole number")
     record |= {key: float(value) for key, value in record.pop("non_finite", {}).items()}
     return record
 

@@ -4,6 +4,8 @@ import os
 import re
 from typing import NamedTuple
 
+from equigrad.errors import UserError
+
 
 class ProcessEnv(NamedTuple):
     """Rank among all processes and among those of this machine."""
@@ -21,8 +23,11 @@ def process_env() -> ProcessEnv | None:
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return ProcessEnv(rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)))
+        try:
+            rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+            return ProcessEnv(rank, size, int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1)))
+        except ValueError as error:
+            raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are not numbers: {error}") from None
     if int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
         (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
         if (Path(folder) / _STOP).exists():
             os.kill(os.getpid(), signal.SIGTERM)
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         return body()
     except UserError as error:
@@ -137,6 +139,13 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """Ask this worker to save and end once its launcher is gone: nobody would ever stop it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _report(folder: Path, rank: int, text: str, user_error: bool, lost_peers: bool) -> None:
@@ -178,4 +187,6 @@ class StopRequest:
         # A terminal's Ctrl-C reaches a worker twice, directly and through the launcher; only a late repeat is meant.
         if self.asked and time.monotonic() - self._since > 2.0:
             raise KeyboardInterrupt
+        if not self.asked and os.environ.get("RANK", "0") == "0":
+            print("\nstopping after this step ...", file=sys.stderr, flush=True)
         self.asked, self._since = True, self._since or time.monotonic()
