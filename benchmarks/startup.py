@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common import arguments, pin_threads, show, spread, write
 
-OPTIONS = arguments("startup", __doc__ or "", rounds=5)
+OPTIONS = arguments("startup", __doc__ or "", rounds=3)
 pin_threads(OPTIONS.threads)
 
 

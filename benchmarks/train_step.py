@@ -12,7 +12,7 @@ from typing import Any
 
 from common import arguments, interleaved, pin_threads, ratio, show, spread, write
 
-OPTIONS = arguments("train_step", __doc__ or "", rounds=9, context=512, samples=8)
+OPTIONS = arguments("train_step", __doc__ or "", rounds=7, context=512, samples=8)
 pin_threads(OPTIONS.threads)
 
 import gzip  # noqa: E402
