@@ -125,6 +125,8 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
             _report(Path(folder), rank, str(error), user_error=True, lost_peers=False)
         elif rank == 0 or not isinstance(error, SharedUserError):
             print(f"equigrad: error: {error}", file=sys.stderr)
+        else:
+            time.sleep(2.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
         code = 2
     except Exception as error:
         lost = _lost_peers(error)

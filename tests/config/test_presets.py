@@ -8,6 +8,7 @@ import pytest
 
 from equigrad.cli import main
 from equigrad.config import load_job
+from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.models.huggingface import to_huggingface
 from equigrad.models.specs import parameter_count
 from equigrad.run import Run
@@ -26,11 +27,12 @@ COUNTS = {
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A model folder for presets that start from one: its shape is all that a dry run reads."""
-    model = load_job(None).model.model_copy(update={"vocab_size": 300, "hidden_size": 32})
+    """A model folder for presets that start from one: its shape and tokenizer are all that a dry run reads."""
+    model = load_job(None).model.model_copy(update={"vocab_size": 300, "hidden_size": 48})
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_huggingface(model, None, None, "float32")))
+    byte_tokenizer().save(folder)
     return folder
 
 
