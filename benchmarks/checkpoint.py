@@ -1,7 +1,7 @@
 """Checkpoints: share of step time that saving after every tenth step costs, asynchronously and not.
 
-The same trainer (~15M parameters, steps of 1,024 tokens: short ones, in which a save weighs most) runs ten steps without
-a save, with an asynchronous one and with a synchronous one, in turns.
+The same trainer (~15M parameters, steps of 1,024 tokens: short ones, in which a save weighs most) runs ten steps
+without a save, with an asynchronous one and with a synchronous one, in turns.
 
     python benchmarks/checkpoint.py
 """
