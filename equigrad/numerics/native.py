@@ -277,7 +277,8 @@ def _head_gradients(
     scaled = (xq * d).to(xq.dtype)
     dx = torch.empty(xq.shape, device=xq.device) if needs_x else None
     dw = torch.zeros_like(weight) if needs_weight else None
-    for part in _chunks(len(labels), len(weight)):
+    # What is kept needs no chunks: each would read and write the weight's whole gradient once more.
+    for part in [slice(None)] if keep else _chunks(len(labels), len(weight)):
         if keep:
             error = kept[part].to(xq.dtype)
         else:
