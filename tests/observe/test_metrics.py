@@ -105,7 +105,6 @@ os.kill(os.getpid(), 9)
 
 
 def test_tensorboard_shows_every_number_and_no_step_twice(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, resume_step in ((range(1, 6), None), (range(4, 8), 3)):
