@@ -13,7 +13,7 @@ from typing import Any
 
 from common import arguments, interleaved, pin_threads, show, spread, write
 
-OPTIONS = arguments("checkpoint", __doc__ or "", rounds=2, steps=10)
+OPTIONS = arguments("checkpoint", __doc__ or "", rounds=6, steps=10)
 pin_threads(OPTIONS.threads)
 
 from equigrad.checkpoint.state import Checkpointer  # noqa: E402
