@@ -1,0 +1,176 @@
+"""Exchanges of real tokens between the ranks of a group: uneven, with gradients, and with nothing padded.
+
+All of them stand on one primitive, an all-to-all of pieces of known sizes. Where pieces are added they are added in the
+order of the ranks, so that a sum has the same bits whatever the backend does. A rank may hold no tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from equigrad.parallel.partition import Partition
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tokens divided over a process group, and which part is this rank's."""
+
+    partition: Partition
+    group: dist.ProcessGroup
+    rank: int
+
+    @property
+    def length(self) -> int:
+        """Tokens on this rank."""
+        return self.partition.lengths[self.rank]
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's part of a whole stream [T, ...]."""
+        parts = [x[start:stop] for start, stop in self.partition.ranges[self.rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> list[Tensor]:
+    """Sends ``parts[r]`` to rank r; returns what each rank sent here, in rank order, of the ``shapes`` agreed on."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    received = sent.new_empty(sum(sizes))
+    dist.all_to_all_single(received, sent, sizes, [part.numel() for part in parts], group)
+    return [flat.view(torch.Size(shape)) for flat, shape in zip(received.split(sizes), shapes, strict=True)]
+
+
+def join(parts: Sequence[Tensor], partition: Partition) -> Tensor:
+    """The row, from every rank's part."""
+    if partition.in_rank_order:
+        return torch.cat(list(parts))
+    read, pieces = [0] * len(parts), []
+    for rank, (start, stop) in partition.order:
+        pieces.append(parts[rank][read[rank] : read[rank] + stop - start])
+        read[rank] += stop - start
+    return torch.cat(pieces) if pieces else torch.cat(list(parts))
+
+
+def gather(x: Tensor, split: Split | None) -> Tensor:
+    """Every rank's tokens: [own tokens, ...] -> [all tokens, ...]. The gradient is ``reduce_scatter`` of it."""
+    return x if split is None else _Gather.apply(x, split)
+
+
+def reduce_scatter(x: Tensor, split: Split | None) -> Tensor:
+    """Adds the ranks' tensors, each keeping its own tokens: [all tokens, ...] -> [own tokens, ...]. The gradient is
+    ``gather`` of it."""
+    return x if split is None else _ReduceScatter.apply(x, split)
+
+
+def _gather(x: Tensor, split: Split) -> Tensor:
+    partition = split.partition
+    if not partition.total:
+        return x
+    if len(set(partition.lengths)) == 1:
+        flat = x.new_empty(partition.total, *x.shape[1:])
+        dist.all_gather_into_tensor(flat, x.contiguous(), split.group)
+        parts = list(flat.split(split.length))
+        return flat if partition.in_rank_order else join(parts, partition)
+    shapes = [(length, *x.shape[1:]) for length in partition.lengths]
+    return join(exchange([x] * len(shapes), shapes, split.group), partition)
+
+
+def _reduce_scatter(x: Tensor, split: Split) -> Tensor:
+    partition = split.partition
+    if not partition.total:
+        return x
+    theirs = [Split(partition, split.group, rank).take(x) for rank in range(len(partition.lengths))]
+    return add_in_order(exchange(theirs, [theirs[split.rank].shape] * len(theirs), split.group))
+
+
+def add_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum, from the first to the last; the first is overwritten."""
+    total, *rest = parts
+    for part in rest:
+        total += part
+    return total
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return _gather(x, split)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(dy, ctx.split), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return _reduce_scatter(x, split)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _gather(dy, ctx.split), None
+
+
+Heads = tuple[tuple[int, ...], ...]
+"""For each rank, the heads that it works on; a head may be wanted by several."""
+
+
+def tokens_to_heads(x: Tensor, split: Split, heads: Heads) -> Tensor:
+    """Own tokens of all heads -> all tokens of own heads: [own tokens, heads, D] -> [tokens, len(heads[rank]), D]."""
+    return _TokensToHeads.apply(x, split, heads)
+
+
+def heads_to_tokens(x: Tensor, split: Split, heads: Heads) -> Tensor:
+    """The way back, where every head is on one rank: [tokens, len(heads[rank]), D] -> [own tokens, heads, D]."""
+    return _HeadsToTokens.apply(x, split, heads)
+
+
+def _to_heads(x: Tensor, split: Split, heads: Heads) -> Tensor:
+    own = len(heads[split.rank])
+    parts = [x[:, list(wanted)] for wanted in heads]
+    return join(
+        exchange(parts, [(n, own, x.shape[-1]) for n in split.partition.lengths], split.group), split.partition
+    )
+
+
+def _to_tokens(x: Tensor, split: Split, heads: Heads) -> list[Tensor]:
+    """Own tokens of each rank's heads."""
+    parts = [Split(split.partition, split.group, rank).take(x) for rank in range(len(heads))]
+    return exchange(parts, [(split.length, len(own), x.shape[-1]) for own in heads], split.group)
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, heads: Heads) -> Tensor:
+        ctx.split, ctx.heads, ctx.count = split, heads, x.shape[1]
+        return _to_heads(x, split, heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx = dy.new_zeros(ctx.split.length, ctx.count, dy.shape[-1])
+        for own, part in zip(ctx.heads, _to_tokens(dy, ctx.split, ctx.heads), strict=True):
+            dx[:, list(own)] += part  # no head twice in one part, and the parts in rank order
+        return dx, None, None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, heads: Heads) -> Tensor:
+        ctx.split, ctx.heads = split, heads
+        order = [head for own in heads for head in own]
+        whole = torch.cat(_to_tokens(x, split, heads), 1)
+        return whole if order == sorted(order) else whole[:, torch.tensor(order).argsort()]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _to_heads(dy, ctx.split, ctx.heads), None, None
