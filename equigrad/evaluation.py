@@ -39,9 +39,11 @@ def evaluate(model: Decoder, stream: Stream, held_out: HeldOut, job: Job, world:
     schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens)
     total, tokens = 0.0, 0
     for row in schedule.lane(world.lane):
-        batch = row_tensors(stream, [samples[i] for i in row], world.device)
-        total += float(model(batch.ids, batch.row, batch.labels, batch.at).double().sum())
-        tokens += len(batch.labels)
+        batch = row_tensors(stream, [samples[i] for i in row], world)
+        losses = model(batch.ids, batch.row, batch.labels, batch.at)
+        if world.counts:
+            total += float(losses.double().sum())
+            tokens += len(batch.labels)
     total, count = world.sum([total, float(tokens)])
     tokens = int(count)
     loss = total / tokens

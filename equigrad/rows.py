@@ -12,6 +12,7 @@ from equigrad.data.samples import SampleRef
 from equigrad.data.stream import Stream
 from equigrad.models.specs import flops_per_token
 from equigrad.numerics.row import Row
+from equigrad.parallel.world import World
 from equigrad.schedule.packing import Schedule, plan
 
 
@@ -19,9 +20,9 @@ from equigrad.schedule.packing import Schedule, plan
 class RowTensors:
     """The tokens of a row, in the order of its segments.
 
-    ids:    [T] int64
-    labels: [n] int64, those that are in the loss
-    at:     [n] int64, the tokens that predict them; None where n = T
+    ids:    [own tokens] int64
+    labels: [n] int64, those of them that are in the loss
+    at:     [n] int64, the own tokens that predict them; None where that is all
     """
 
     row: Row
@@ -39,16 +40,18 @@ def schedule_samples(
     return plan(lengths, [cost[n] for n in lengths], lanes, row_tokens, packing)  # type: ignore[arg-type]
 
 
-def row_tensors(stream: Stream, samples: Sequence[SampleRef], device: torch.device) -> RowTensors:
-    """Read the samples of one row; without samples the row is empty."""
-    read = [stream.read(ref) for ref in samples]
+def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World) -> RowTensors:
+    """Read the samples of one row, and keep what is this rank's; without samples the row is empty."""
+    read, device = [stream.read(ref) for ref in samples], world.device
+    row = Row.of([s.length for s in samples], device, world.axis("cp"), world.axis("tp"))
 
-    def joined(name: str) -> Tensor:
+    def own(name: str) -> Tensor:
         parts = [s.streams[name] for s in read]
-        return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int64))
+        whole = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int64))
+        return whole if row.context is None else row.context.take(whole)
 
-    row, labels, loss = Row.of([s.length for s in samples], device), joined("labels"), joined("loss").bool()
+    ids, labels, loss = own("ids"), own("labels"), own("loss").bool()
     if bool(loss.all()):
-        return RowTensors(row, joined("ids").to(device), labels.to(device), None)
+        return RowTensors(row, ids.to(device), labels.to(device), None)
     at = loss.nonzero().squeeze(1)
-    return RowTensors(row, joined("ids").to(device), labels[at].to(device), at.to(device))
+    return RowTensors(row, ids.to(device), labels[at].to(device), at.to(device))

@@ -20,8 +20,8 @@ from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.launch import StopRequest
-from equigrad.parallel.placement import Placed, local_part, place_all
-from equigrad.parallel.sharding import reduce_gradients
+from equigrad.parallel.placement import Placed, local_part
+from equigrad.parallel.sharding import add_up, reduce_gradients
 from equigrad.parallel.world import World
 from equigrad.rows import row_tensors, schedule_samples
 from equigrad.schedule.packing import Schedule
@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.model = build_model(job, world)
-        self.parameters = place_all(self.model.named_parameters())
+        self.parameters = self.model.placed()
         self.optimizer = AdamW(job.optim, self.parameters, self.model.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self.step = 0
@@ -97,18 +97,19 @@ class Trainer:
         share, executed = [], 0
         for number, row in enumerate(rows):
             reduce_gradients(self.model, self.job.layout.reduce_every_round or number == len(rows) - 1)
-            tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world.device)
+            tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world)
             losses = self.model(tensors.ids, tensors.row, tensors.labels, tensors.at)
             loss = language_model(losses, batch.loss_tokens)
             loss.backward()
             share.append(loss.detach().double())
             executed += len(tensors.ids)
-        return float(torch.stack(share).sum()), executed
+        return (float(torch.stack(share).sum()), executed) if self.world.counts else (0.0, 0)
 
     def gradients(self) -> dict[str, Placed]:
         """The accumulated gradients, each in its parameter's place."""
-        local = ((n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None)
-        return {n: Placed(self.parameters[n].placement, local_part(g)) for n, g in local}
+        local = {n: local_part(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
+        add_up([g for n, g in local.items() if self.model.specs[n].tensor is None], self.world.axis("tp"))
+        return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
 
     def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
         """Update the parameters, or refuse the step if it is not finite."""

@@ -4,18 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from equigrad.checkpoint.boxes import Box
 from equigrad.config import Job
 from equigrad.config.load import make_job
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.parallel.launch import StopRequest
-from equigrad.parallel.world import World
+from equigrad.parallel.placement import Placed
+from equigrad.parallel.ranks import gather
+from equigrad.parallel.world import World, make_mesh
 from equigrad.trainer import Observer, Trainer
 
 
@@ -46,13 +49,12 @@ def tiny_job(**changes: Any) -> Job:
 def pool_world(job: Job) -> World:
     """This process's view inside a pool of ranks (or alone)."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     layout, cpu = job.layout, torch.device("cpu")
     if layout.world_size == 1:
         return World(layout, 0, 1, 0, cpu, None)
-    mesh = init_device_mesh("cpu", (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh)
+    mesh, axes = make_mesh(layout, "cpu")
+    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, None, axes)
 
 
 class Records(Observer):
@@ -74,9 +76,20 @@ def make_trainer(job: Job, folder: Path, world: World | None = None) -> Trainer:
 
 
 def whole_parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """All parameters, gathered."""
-    named = trainer.model.named_parameters()
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named}
+    """All parameters, put together from every rank's boxes."""
+    return assemble(trainer.parameters)
+
+
+def assemble(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
+    """The whole tensors of which every rank of the world has boxes, in name order. Copies must be equal."""
+    whole: dict[str, torch.Tensor] = {}
+    for boxes in gather({n: (p.placement, p.tensor) for n, p in tensors.items()}):
+        for name, (at, tensor) in boxes.items():
+            target = whole.setdefault(name, torch.full(at.shape, torch.nan))[Box(at.offset, at.local_shape).slices]
+            assert not at.replica or torch.allclose(target.nan_to_num(7), tensor.nan_to_num(7), 1e-6, 1e-7) or target.isnan().all()  # noqa: E501
+            target.copy_(tensor)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return dict(sorted(whole.items()))
 
 
 def train(job: Job, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:

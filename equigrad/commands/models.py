@@ -10,7 +10,6 @@ from equigrad.config.model import Model
 from equigrad.data.tokenizers import Tokenizer, read_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
-from equigrad.parallel.placement import place_all
 from equigrad.parallel.world import World
 from equigrad.resolve import Weights
 from equigrad.run import Run
@@ -38,5 +37,5 @@ def own_tokenizer(weights: Weights) -> Tokenizer:
 def open_model(weights: Weights, job: Job, world: World) -> Decoder:
     """Build the model of ``job`` on this rank and fill it."""
     model = build_model(job, world)
-    load_weights(weights, place_all(model.named_parameters()))
+    load_weights(weights, model.placed())
     return model.eval()

@@ -50,10 +50,10 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _supported(self) -> "Layout":
-        later = [n for n in ("cp", "tp", "pp", "ep") if getattr(self, n) > 1]
+        later = [n for n in ("pp", "ep") if getattr(self, n) > 1]
         if later:
             raise ValueError(
-                f"{', '.join(f'{n} {getattr(self, n)}' for n in later)}: this release divides work by dp_replicate and"
-                " dp_shard only; leave cp, tp, pp and ep at 1"
+                f"{', '.join(f'{n} {getattr(self, n)}' for n in later)}: this release divides work by dp_replicate,"
+                " dp_shard, cp and tp; leave pp and ep at 1"
             )
         return self

@@ -4,6 +4,7 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from equigrad.models.specs import parameter_specs
 from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.row import Row
-from equigrad.parallel.placement import place
+from equigrad.parallel.placement import Placed, Placement, place, whole
 
 
 class Block(nn.Module):
@@ -46,20 +47,20 @@ class Block(nn.Module):
         projections = (own.q_proj, own.k_proj, own.v_proj)
         q, k, v = (
             t.unflatten(-1, (-1, config.head_size))
-            for t in ops.linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+            for t in ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
         )
         if config.qk_norm:
             q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
             k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
         mixed = ops.attention(q, k, v, self.layer, row)
-        return ops.linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
+        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
 
     def _feed(self, x: Tensor, row: Row) -> Tensor:
         ops, own = self.ops, self.mlp
         projections = (own.gate_proj, own.up_proj)
-        gate, up = ops.linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
-        return ops.linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
+        gate, up = ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+        return ops.row_linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
 
 
 class _Holder(nn.Module):
@@ -80,31 +81,37 @@ class Decoder(nn.Module):
     model: Any
     lm_head: Any
 
-    def __init__(self, config: Model, ops: Ops, device: torch.device | str = "meta") -> None:
+    def __init__(
+        self,
+        config: Model,
+        ops: Ops,
+        device: torch.device | str = "meta",
+        places: Mapping[str, Placement] | None = None,
+    ) -> None:
+        """``places``: the box of each parameter that this rank works with; None: all of each."""
         super().__init__()
         self.config, self.ops = config, ops
         self.specs = parameter_specs(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(Block(config, ops, i) for i in range(config.num_hidden_layers))
-        for name, spec in self.specs.items():
-            _attach(self, name, nn.Parameter(torch.empty(spec.shape, device=device)))
+        self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
+        for name, at in self.places.items():
+            _attach(self, name, nn.Parameter(torch.empty(at.local_shape, device=device)))
 
     def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None) -> Tensor:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
         ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them.
         """
-        ops = self.ops
-        x = ops.embedding(ids, self.model.embed_tokens.weight, row)
+        ops, vocabulary = self.ops, self.config.vocabulary
+        x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
         table = self.rotary_table(row)
         for block in self.blocks:
             x = block(x, table, row)
-        if at is not None:
-            x = ops.select(x, at, row)
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
-            return ops.linear(x, self.head, None, row)
-        return ops.cross_entropy(x, self.head, labels, row)
+            return ops.logits(x, self.head, at, vocabulary, row)
+        return ops.cross_entropy(x, self.head, labels, at, vocabulary, row)
 
     @property
     def blocks(self) -> list[Block]:
@@ -131,11 +138,16 @@ class Decoder(nn.Module):
         """Constants of the configuration, where they do not depend on the segments."""
         return frequencies(self.config, ())
 
+    def placed(self) -> dict[str, Placed]:
+        """This rank's parameters, in name order."""
+        named = sorted(self.named_parameters())
+        return {name: place(name, parameter, self.places[name]) for name, parameter in named}
+
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Initial weights: each value depends on the seed, the parameter's name and its global index alone."""
-        for name, parameter in self.named_parameters():
-            spec, placed = self.specs[name], place(name, parameter)
+        for name, placed in self.placed().items():
+            spec = self.specs[name]
             if spec.std is None:
                 placed.tensor.fill_(spec.fill)
             else:

@@ -13,6 +13,8 @@ from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
 from equigrad.numerics.cache import KeyValueCache
 from equigrad.numerics.random import key, splitmix64
+from equigrad.parallel.collectives import ALONE, Axis
+from equigrad.parallel.partition import part_of
 
 
 @torch.no_grad()
@@ -24,10 +26,11 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Sequence[int] = (),
+    tensor: Axis = ALONE,
 ) -> list[list[int]]:
     """New token ids of each prompt, without the prompt; a stop id ends a sequence and is not returned.
 
-    ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
+    ``tensor`` is the axis that the model's features are divided over. ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
     Raises ``UserError`` for an empty prompt or one that does not fit the model's context.
     """
     config, device = model.config, next(model.parameters()).device
@@ -44,14 +47,16 @@ def generate(
     if not prompts or max_tokens == 0:
         return outputs
     lengths = [len(p) for p in prompts]
+    first_head, stop_head = part_of(config.kv_heads, tensor.size, tensor.rank)
     cache = KeyValueCache(
         config.num_hidden_layers,
         len(prompts),
         max(lengths) + max_tokens,
-        config.kv_heads,
+        stop_head - first_head,
         config.head_size,
         model.ops.dtype,
         device,
+        tensor,
     )
     row = cache.prefill(lengths)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1

@@ -6,21 +6,33 @@ and Qwen3 families, which makes import and export a plain copy.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from equigrad.config.model import Model
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 
 
+class Cut(NamedTuple):
+    """A dimension that can be divided, and the number of equal units it consists of: heads are not cut in two."""
+
+    dim: int
+    units: int
+
+
 @dataclass(frozen=True)
 class Spec:
-    """One parameter. ``std`` is the spread of its initial normal values; None: it starts as ``fill``."""
+    """One parameter.
+
+    std:    spread of its initial normal values; None: it starts as ``fill``
+    tensor: how tensor parallelism divides it; None: every tensor rank has all of it, and a part of its gradient
+    """
 
     shape: tuple[int, ...]
     role: Role
     std: float | None = None
     fill: float = 0.0
+    tensor: Cut | None = None
 
     @property
     def numel(self) -> int:
@@ -32,12 +44,13 @@ def parameter_specs(config: Model) -> dict[str, Spec]:
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
     std = config.initializer_range
     out_std = std / math.sqrt(2 * config.num_hidden_layers)
-    specs = {"model.embed_tokens.weight": Spec((config.vocabulary, hidden), "embedding", std)}
+    groups, by_token = config.kv_heads, Cut(0, config.vocabulary)
+    specs = {"model.embed_tokens.weight": Spec((config.vocabulary, hidden), "embedding", std, tensor=by_token)}
 
-    def linear(name: str, rows: int, columns: int, spread: float, bias: bool) -> None:
-        specs[f"{name}.weight"] = Spec((rows, columns), "matrix", spread)
+    def linear(name: str, rows: int, columns: int, spread: float, bias: bool, cut: Cut) -> None:
+        specs[f"{name}.weight"] = Spec((rows, columns), "matrix", spread, tensor=cut)
         if bias:
-            specs[f"{name}.bias"] = Spec((rows,), "vector")
+            specs[f"{name}.bias"] = Spec((rows,), "vector", tensor=cut if cut.dim == 0 else None)
 
     def norm(name: str, width: int) -> None:
         specs[f"{name}.weight"] = Spec((width,), "vector", fill=1.0)
@@ -46,18 +59,19 @@ def parameter_specs(config: Model) -> dict[str, Spec]:
         at = f"model.layers.{layer}"
         norm(f"{at}.input_layernorm", hidden)
         for which, heads in ("q", config.num_attention_heads), ("k", config.kv_heads), ("v", config.kv_heads):
-            linear(f"{at}.self_attn.{which}_proj", heads * head, hidden, std, config.attention_bias)
+            linear(f"{at}.self_attn.{which}_proj", heads * head, hidden, std, config.attention_bias, Cut(0, groups))
         if config.qk_norm:
             norm(f"{at}.self_attn.q_norm", head)
             norm(f"{at}.self_attn.k_norm", head)
-        linear(f"{at}.self_attn.o_proj", hidden, config.num_attention_heads * head, out_std, config.output_bias)
+        inputs = config.num_attention_heads * head
+        linear(f"{at}.self_attn.o_proj", hidden, inputs, out_std, config.output_bias, Cut(1, groups))
         norm(f"{at}.post_attention_layernorm", hidden)
-        linear(f"{at}.mlp.gate_proj", inner, hidden, std, config.mlp_bias)
-        linear(f"{at}.mlp.up_proj", inner, hidden, std, config.mlp_bias)
-        linear(f"{at}.mlp.down_proj", hidden, inner, out_std, config.mlp_bias)
+        linear(f"{at}.mlp.gate_proj", inner, hidden, std, config.mlp_bias, Cut(0, inner))
+        linear(f"{at}.mlp.up_proj", inner, hidden, std, config.mlp_bias, Cut(0, inner))
+        linear(f"{at}.mlp.down_proj", hidden, inner, out_std, config.mlp_bias, Cut(1, inner))
     norm("model.norm", hidden)
     if not config.tie_word_embeddings:
-        specs["lm_head.weight"] = Spec((config.vocabulary, hidden), "head", std)
+        specs["lm_head.weight"] = Spec((config.vocabulary, hidden), "head", std, tensor=by_token)
     return specs
 
 

@@ -3,6 +3,8 @@
 Knows nothing of sampling or of models beyond their number of layers.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.ops import AttentionLayer
 from equigrad.numerics.row import Row
+from equigrad.parallel.collectives import ALONE, Axis
 
 
 class KeyValueCache:
@@ -28,7 +31,10 @@ class KeyValueCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        tensor: Axis = ALONE,
     ) -> None:
+        """``kv_heads``: those on this rank of the axis ``tensor``."""
+        self._tensor = tensor
         shape = (layers, 2, sequences, capacity, kv_heads, head_dim)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
@@ -37,15 +43,16 @@ class KeyValueCache:
 
     def prefill(self, lengths: list[int]) -> Row:
         """The row of all prompts. Each has at least one token."""
-        row = Row.of(lengths, self.lengths.device)
+        row = Row.of(lengths, self.lengths.device, tensor=self._tensor)
         self.lengths += torch.tensor(lengths, device=self.lengths.device)
         self._longest = max(lengths)
-        return Row(row.lengths, row.positions, self)
+        return replace(row, cache=self)
 
     def step(self) -> Row:
         """The row of one more token for every sequence."""
         self._prefilling = False
-        row = Row((1,) * len(self.lengths), self.lengths.clone(), self)
+        ones = Row.of((1,) * len(self.lengths), self.lengths.device, tensor=self._tensor)
+        row = replace(ones, positions=self.lengths.clone(), cache=self)
         self.lengths += 1
         self._longest += 1
         return row

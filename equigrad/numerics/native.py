@@ -6,10 +6,12 @@ have one order, and less is saved and fewer passes over memory are made than aut
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -18,6 +20,8 @@ from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.deferred import is_deferred, weight_gradient
 from equigrad.numerics.ops import AttentionLayer, RotaryTable
 from equigrad.numerics.row import Row
+from equigrad.parallel.collectives import Split, gather, reduce_scatter
+from equigrad.parallel.partition import Partition, part_of
 
 # Logits are made in chunks of about this many elements (4 MB in float32), but of at least 256 tokens, so that the
 # product stays efficient.
@@ -31,17 +35,25 @@ class NativeOps:
         self.dtype = dtype
         self.saved_logits_bytes = saved_logits_bytes
 
-    def embedding(self, ids: Tensor, weight: Tensor, row: Row) -> Tensor:
-        return _Embedding.apply(ids, weight)
+    def embedding(self, ids: Tensor, weight: Tensor, vocabulary: int, row: Row) -> Tensor:
+        if row.tensor is None:
+            return _Embedding.apply(ids, weight)
+        first, stop = _own_rows(vocabulary, row.tensor)
+        known = (ids >= first) & (ids < stop)
+        found = _Embedding.apply((ids - first).where(known, 0), weight)
+        return reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
-        return _Linears.apply(x, self.dtype, weight, bias)[0]
-
-    def linears(
+    def column_linears(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
     ) -> tuple[Tensor, ...]:
         pairs = [t for pair in zip(weights, biases, strict=True) for t in pair]
-        return _Linears.apply(x, self.dtype, *pairs)
+        return _Linears.apply(gather(x, row.tensor), self.dtype, *pairs)
+
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+        if row.tensor is None:
+            return _Linears.apply(x, self.dtype, weight, bias)[0]
+        y = reduce_scatter(_Linears.apply(x, self.dtype, weight, None)[0], row.tensor)
+        return y if bias is None else _Bias.apply(y, bias)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
         return _Norm.apply(x, weight, eps)
@@ -50,6 +62,7 @@ class NativeOps:
         if frequencies.ndim == 2:
             lengths = torch.tensor(row.lengths, device=frequencies.device)
             frequencies = frequencies.repeat_interleave(lengths, 0)
+            frequencies = frequencies if row.context is None else row.context.take(frequencies)
         angles = row.positions[:, None].float() * frequencies
         return angles.cos() * scale, angles.sin() * scale
 
@@ -70,11 +83,29 @@ class NativeOps:
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         return _Fork.apply(x)
 
-    def select(self, x: Tensor, index: Tensor, row: Row) -> Tensor:
-        return _Select.apply(x, index)
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
+        y = _Linears.apply(_at(x, at, row), self.dtype, weight, None)[0]
+        if row.tensor is None:
+            return y
+        columns = Partition.contiguous(vocabulary, len(row.tensor.partition.ranges))
+        return gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
-    def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:
-        return _CrossEntropy.apply(x, weight, labels, self.dtype, self.saved_logits_bytes)
+    def cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+    ) -> Tensor:
+        head = _Head(self.dtype, self.saved_logits_bytes, vocabulary, row.tensor)
+        return _CrossEntropy.apply(_at(x, at, row), weight, labels, head)
+
+
+def _at(x: Tensor, at: Tensor | None, row: Row) -> Tensor:
+    """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
+    x = gather(x, row.tensor)
+    return x if at is None else _Select.apply(x, at)
+
+
+def _own_rows(vocabulary: int, tensor: Split | None) -> tuple[int, int]:
+    """The rows of an embedding or a head that are on this rank."""
+    return (0, vocabulary) if tensor is None else part_of(vocabulary, len(tensor.partition.ranges), tensor.rank)
 
 
 # Gradients of a product, apart from each other: what a split-backward pipeline schedule calls at different times.
@@ -120,6 +151,19 @@ class _Linears(torch.autograd.Function):
             gradients.append(weight_gradient(weight, of_weight) if needs_weight else None)
             gradients.append(weight_gradient(bias, partial(_bias_gradient, dy, bias)) if needs_bias else None)
         return (None if dx is None else dx.to(ctx.x_dtype), None, *gradients)
+
+
+class _Bias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        (bias,) = ctx.saved_tensors
+        return dy, weight_gradient(bias, partial(_bias_gradient, dy, bias))
 
 
 class _Embedding(torch.autograd.Function):
@@ -226,50 +270,96 @@ class _Fork(torch.autograd.Function):
         return first + second
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Chunked over tokens. What the backward pass needs, p - onehot with p = softmax(x w^T), is kept while it fits the
-    budget, else made again. The incoming gradient scales rows of x and dx, which are V/H times smaller.
+@dataclass(frozen=True)
+class _Head:
+    """How a cross-entropy is computed.
 
-    The one-hot is subtracted in float32 before anything is rounded: near p = 1 the difference is all there is.
+    dtype:      operands of the products
+    budget:     bytes up to which p - onehot is kept for the backward pass
+    vocabulary: columns of the logits on all ranks together
+    tensor:     the ranks that share them; None: they are all here
     """
 
+    dtype: torch.dtype
+    budget: int
+    vocabulary: int
+    tensor: Split | None
+
+    def probabilities(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Softmax, in place, and the loss [n] of each label."""
+        if self.tensor is None:
+            label = logits.gather(1, labels[:, None])
+            top, where = logits.max(1, keepdim=True)
+            softmax = torch.softmax(logits, 1, out=logits)
+            # log sum exp = top - log p(top), and p(top) >= 1/V never underflows
+            return softmax, torch.sub(top - softmax.gather(1, where).log_(), label).squeeze(1)
+        own, here = self.own(labels)
+        top = logits.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, self.tensor.group)
+        label = logits.gather(1, own[:, None]).squeeze(1).where(here, 0.0)
+        exponentials = logits.sub_(top[:, None]).exp_()
+        sums = torch.stack([exponentials.sum(1), label])
+        dist.all_reduce(sums, group=self.tensor.group)
+        return exponentials.div_(sums[0, :, None]), top + sums[0].log() - sums[1]
+
+    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Each label's column on this rank, and whether it is one; 0 where it is not."""
+        first, stop = _own_rows(self.vocabulary, self.tensor)
+        here = (labels >= first) & (labels < stop)
+        return (labels - first).where(here, 0), here
+
+    def errors(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """p - onehot, in place, and the loss. Subtracted in float32 before anything is rounded: near p = 1 the
+        difference is all there is."""
+        softmax, loss = self.probabilities(logits, labels)
+        own, here = (labels, None) if self.tensor is None else self.own(labels)
+        one = torch.ones((), dtype=logits.dtype, device=logits.device).expand(len(labels))
+        minus = -one if here is None else -one.where(here, 0.0)
+        return softmax.scatter_add_(1, own[:, None], minus[:, None]), loss
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """The same on all ranks that share the vocabulary, for each chunk costs them two sums."""
+        size = max(256, _CHUNK_ELEMENTS // self.vocabulary)
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Chunked over tokens. What the backward pass needs, p - onehot with p = softmax(x w^T), is kept while it fits the
+    budget, else made again. The incoming gradient scales rows of x and dx, which are V/H times smaller."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, budget: int) -> Tensor:
-        xq, wq = x.to(dtype), weight.to(dtype)
-        tokens, vocab = x.shape[0], weight.shape[0]
-        ctx.keep = any(ctx.needs_input_grad[:2]) and tokens * vocab * 4 <= budget
-        kept = torch.empty(tokens if ctx.keep else 0, vocab, device=x.device)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:
+        xq, wq = x.to(head.dtype), weight.to(head.dtype)
+        tokens = x.shape[0]
+        needed = any(ctx.needs_input_grad[:2])
+        keep = needed and tokens * head.vocabulary * 4 <= head.budget
+        kept = torch.empty(tokens if keep else 0, len(weight), device=x.device)
         # A tensor of its own, not a view: FSDP warns of modules that return views.
         loss = torch.empty(tokens, device=x.device)
-        for part in _chunks(tokens, vocab):
-            logits = _product(xq[part], wq, kept[part] if ctx.keep else None)
-            label = logits.gather(1, labels[part, None])
-            top, where = logits.max(1, keepdim=True)
-            probabilities = torch.softmax(logits, 1, out=logits)
-            # log sum exp = top - log p(top), and p(top) >= 1/V never underflows
-            torch.sub(top - probabilities.gather(1, where).log_(), label, out=loss[part, None])
-            if ctx.keep:
-                _subtract_onehot(probabilities, labels[part])
+        for part in head.chunks(tokens):
+            logits = _product(xq[part], wq, kept[part] if keep else None)
+            step = head.errors if keep else head.probabilities
+            loss[part] = step(logits, labels[part])[1]
         ctx.save_for_backward(xq, weight, labels, kept)
-        ctx.x_dtype = x.dtype
+        ctx.x_dtype, ctx.head, ctx.keep = x.dtype, head, keep
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         weight = ctx.saved_tensors[1]
-        gradients = partial(_head_gradients, ctx.saved_tensors, ctx.keep, dloss)
+        gradients = partial(_head_gradients, ctx.saved_tensors, ctx.keep, ctx.head, dloss)
         if needs_weight and is_deferred(weight):
             dx, _ = gradients(needs_x, False)
             dw = weight_gradient(weight, lambda: cast(Tensor, gradients(False, True)[1]))
         else:
             dx, dw = gradients(needs_x, needs_weight)
-        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
+        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None
 
 
 def _head_gradients(
-    saved: tuple[Tensor, ...], keep: bool, dloss: Tensor, needs_x: bool, needs_weight: bool
+    saved: tuple[Tensor, ...], keep: bool, head: _Head, dloss: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the input (float32) and of the weight of a cross-entropy, or of one of them."""
     xq, weight, labels, kept = saved
@@ -278,28 +368,16 @@ def _head_gradients(
     dx = torch.empty(xq.shape, device=xq.device) if needs_x else None
     dw = torch.zeros_like(weight) if needs_weight else None
     # What is kept needs no chunks: each would read and write the weight's whole gradient once more.
-    for part in [slice(None)] if keep else _chunks(len(labels), len(weight)):
+    for part in [slice(None)] if keep else head.chunks(len(labels)):
         if keep:
             error = kept[part].to(xq.dtype)
         else:
-            logits = _product(xq[part], wq, None)
-            error = _subtract_onehot(torch.softmax(logits, 1, out=logits), labels[part]).to(xq.dtype)
+            error = head.errors(_product(xq[part], wq, None), labels[part])[0].to(xq.dtype)
         if dx is not None:
             _product(error, wq.t(), dx[part])
         if dw is not None:
             _accumulate_product(dw, error.t(), scaled[part])
     return None if dx is None else dx.mul_(d), dw
-
-
-def _subtract_onehot(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """p - onehot, in place."""
-    one = torch.ones((), dtype=probabilities.dtype, device=probabilities.device)
-    return probabilities.scatter_add_(1, labels[:, None], -one.expand(len(labels), 1))
-
-
-def _chunks(tokens: int, vocab: int) -> list[slice]:
-    size = max(256, _CHUNK_ELEMENTS // vocab)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:

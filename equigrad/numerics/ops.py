@@ -1,9 +1,12 @@
 """The op set: all that a model may call. Numerics is the choice of the object that implements it.
 
 Tensors are those of one row: ``T`` tokens flat in the first dimension, no batch dimension; ``T`` may be 0. Each op
-gets the row, because under parallelism an op is where the collectives of that row's process groups happen.
+gets the row, because under parallelism an op is where the collectives of that row's process groups happen. Shapes are
+given as if one rank did it all. Where there are several, ``T`` and ``n`` are this rank's tokens (see ``Row``), and what
+lies between ``column_linears`` and ``row_linear`` (N of the one, K of the other, heads) is this rank's share, as are the
+rows of an embedding and of a head: ``vocabulary`` is their number on all ranks together.
 
-A value that is used twice passes through ``fork``, and several projections of one value are one ``linears``: so the
+A value that is used twice passes through ``fork``, and several projections of one value are one ``column_linears``: so the
 order in which their gradients are added is decided here and never by autograd.
 """
 
@@ -39,18 +42,19 @@ class Ops(Protocol):
 
     dtype: torch.dtype
 
-    def embedding(self, ids: Tensor, weight: Tensor, row: Row) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor, vocabulary: int, row: Row) -> Tensor:
         """Rows of ``weight`` [V, H] at ``ids`` [T] int64 -> [T, H]."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
-        """``x`` [T, K] times ``weight`` [N, K] transposed, plus ``bias`` [N] -> [T, N]."""
-        ...
-
-    def linears(
+    def column_linears(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
     ) -> tuple[Tensor, ...]:
-        """Several projections of one input; its gradient is their sum in the order given."""
+        """From the residual stream to features: ``x`` [T, K] times each ``weight`` [N, K] transposed, plus ``bias`` [N]
+        -> [T, N] each. The gradient of ``x`` is the sum over the weights in the order given."""
+        ...
+
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+        """From features back to the residual stream: ``x`` [T, K], ``weight`` [N, K], ``bias`` [N] -> [T, N]."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
@@ -87,14 +91,16 @@ class Ops(Protocol):
         """One value for two uses; the gradient is the sum of the two, the first use's first."""
         ...
 
-    def select(self, x: Tensor, index: Tensor, row: Row) -> Tensor:
-        """Tokens ``index`` [n] int64, each at most once, of ``x`` [T, H] -> [n, H]."""
+    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
+        """``x`` [T, H] times ``weight`` [V, H] transposed, at the tokens ``at`` [n] int64 (None: all) -> [n, V]."""
         ...
 
-    def cross_entropy(self, x: Tensor, weight: Tensor, labels: Tensor, row: Row) -> Tensor:
-        """``-log softmax(x weight^T)[label]`` per token, float32 [T]: ``x`` [T, H], ``weight`` [V, H], ``labels`` [T].
+    def cross_entropy(
+        self, x: Tensor, weight: Tensor, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+    ) -> Tensor:
+        """``-log softmax(logits)[label]`` for ``labels`` [n], float32 [n], with the logits of ``logits``.
 
-        Never holds more logits than a budget, whatever T and V are.
+        Never holds more logits than a budget, whatever n and V are.
         """
         ...
 

@@ -1,6 +1,9 @@
-"""The context of one row: which tokens belong together and where they stand. Every op receives it.
+"""The context of one row: which tokens belong together, where they stand, and which of them this rank computes.
 
 A row is a flat run of real tokens, segment after segment, with no batch dimension and no padding. It may be empty.
+Its tokens are divided twice. The context axis divides the row; each rank runs every op on its own tokens, and attention
+alone exchanges any. The tensor axis divides features: heads, the inner width, the vocabulary. Between such ops, in the
+residual stream, it divides the context rank's tokens once more, so that no two ranks compute the same norm.
 """
 
 from collections.abc import Sequence
@@ -9,6 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from equigrad.parallel.collectives import ALONE, Axis, Split
+from equigrad.parallel.partition import Partition
 
 if TYPE_CHECKING:
     from equigrad.numerics.cache import KeyValueCache
@@ -19,8 +25,10 @@ class Row:
     """Segments of one row.
 
     lengths:   tokens of each segment, in row order; their sum is the number of tokens T
-    positions: [T] int64, position of each token within its segment (plus what a cache already holds)
+    positions: [own tokens] int64, position of each token within its segment (plus what a cache already holds)
     cache:     keys and values of earlier tokens while decoding, else None
+    context:   how the row's tokens lie on the context ranks; None: they are all here
+    tensor:    how this context rank's tokens lie on the tensor ranks in the residual stream; None: they are all here
 
     Example: segments of 3 and 2 tokens are ``Row((3, 2), tensor([0, 1, 2, 0, 1]))``.
     """
@@ -28,15 +36,28 @@ class Row:
     lengths: tuple[int, ...]
     positions: Tensor
     cache: "KeyValueCache | None" = field(default=None, compare=False)
+    context: Split | None = None
+    tensor: Split | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "Row":
+    def of(
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        context: Axis = ALONE,
+        tensor: Axis = ALONE,
+        zigzag: bool = False,
+    ) -> "Row":
         """A row of whole segments, each counted from position 0. Segments without tokens vanish."""
         kept = tuple(n for n in lengths if n > 0)
         positions = [torch.arange(n, device=device) for n in kept]
-        return cls(kept, torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device))
+        whole = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)
+        make = Partition.zigzag if zigzag else Partition.contiguous
+        split = context.split(make(len(whole), context.size))
+        own = whole if split is None else split.take(whole)
+        return cls(kept, own, None, split, tensor.split(Partition.contiguous(len(own), tensor.size)))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens T."""
+        """Number of tokens T, on all ranks together."""
         return sum(self.lengths)

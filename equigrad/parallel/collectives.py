@@ -17,6 +17,22 @@ from equigrad.parallel.partition import Partition
 
 
 @dataclass(frozen=True)
+class Axis:
+    """One dimension of the device mesh, as this rank sees it. With one rank there is no group and nothing is sent."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    def split(self, partition: Partition) -> "Split | None":
+        """This rank's part of what is divided over the axis; None where one rank has it all."""
+        return None if self.group is None else Split(partition, self.group, self.rank)
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
 class Split:
     """Tokens divided over a process group, and which part is this rank's."""
 

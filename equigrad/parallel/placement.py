@@ -4,10 +4,12 @@ Checkpoints, digests, norms and exports read this and nothing else: none guesses
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from equigrad.parallel.partition import part_of
 
 
 @dataclass(frozen=True)
@@ -52,25 +54,43 @@ class Placed:
         return Placed(replace(self.placement, name=name), self.tensor)
 
 
-def place(name: str, tensor: Tensor) -> Placed:
-    """The local part of a plain (whole, the same on every rank of rank 0's value) or distributed tensor."""
+def part(name: str, shape: Sequence[int], dim: int, units: int, ranks: int, rank: int) -> Placement:
+    """The box of ``rank`` where ``dim``, in ``units`` equal units, is divided as evenly as they go."""
+    start, stop = part_of(units, ranks, rank)
+    unit, offset, local = shape[dim] // units, [0] * len(shape), list(shape)
+    offset[dim], local[dim] = start * unit, (stop - start) * unit
+    return Placement(name, tuple(shape), tuple(offset), tuple(local))
+
+
+def whole(name: str, shape: Sequence[int], replica: int = 0) -> Placement:
+    """All of a tensor."""
+    return Placement(name, tuple(shape), (0,) * len(shape), tuple(shape), replica)
+
+
+def place(name: str, tensor: Tensor, within: Placement | None = None) -> Placed:
+    """The local part of a plain or distributed tensor.
+
+    within: the box that ``tensor`` as a whole is of the tensor ``name``; None: all of it
+    A plain tensor is taken to be the same on every rank, rank 0's value.
+    """
+    within = within or whole(name, tensor.shape)
     if not hasattr(tensor, "device_mesh"):  # only a DTensor has one; importing its module takes most of a second
-        shape = tuple(tensor.shape)
-        return Placed(Placement(name, shape, (0,) * len(shape), shape), tensor.detach())
+        return Placed(within, tensor.detach())
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     assert isinstance(tensor, DTensor)
     local = local_part(tensor)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    offset = tuple(a + b for a, b in zip(within.offset, start, strict=True))
     if 0 in shape:
         offset = (0,) * len(shape)
-    replica = 0
+    replica = within.replica
     coordinate = tensor.device_mesh.get_coordinate() or ()
     for index, size, kind in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
         if kind.is_replicate():
             replica = replica * size + index
-    return Placed(Placement(name, tuple(tensor.shape), tuple(offset), tuple(shape), replica), local)
+    return Placed(Placement(name, within.shape, offset, tuple(shape), replica), local)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,31 +1,56 @@
 """Data parallelism by FSDP2: parameters, gradients and optimizer state sharded over dp_shard, copied over dp_replicate.
+Context ranks see different tokens too, so parameters are sharded over them as well.
 
 Gradients are sums over ranks, never means: the loss is already divided by the count of the whole step.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from equigrad.parallel.collectives import Axis
 from equigrad.parallel.world import World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World) -> None:
-    """Shard ``model`` in place, each block a unit of its own. Nothing happens with one process."""
-    if world.mesh is None:
+    """Shard ``model`` in place, each block a unit of its own. Nothing happens where no data is divided."""
+    mesh = data_mesh(world)
+    if mesh is None:
         return
     from torch.distributed.fsdp import fully_shard
 
     for module in (*blocks, model):
         reshard = world.layout.reshard_after_forward and module is not model
-        sharded: FSDPModule = fully_shard(module, mesh=world.mesh, reshard_after_forward=reshard)
+        sharded: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
         sharded.set_gradient_divide_factor(1.0)
         # gloo knows no pre-multiplied sum; NCCL sums too, so that both add the same numbers
         sharded.set_force_sum_reduction_for_comms(True)
+
+
+def data_mesh(world: World) -> "DeviceMesh | None":
+    """The ranks that share parameters and see different tokens: (dp_replicate, dp_shard x cp)."""
+    layout = world.layout
+    if world.mesh is None or layout.data_lanes * layout.cp == 1:
+        return None
+    return world.mesh["dp_replicate", "fsdp"]
+
+
+@torch.no_grad()
+def add_up(gradients: Sequence[Tensor], axis: Axis) -> None:
+    """Sum gradients over an axis, in place: each rank has seen a part of what the parameter was used for."""
+    if axis.group is None or not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=axis.group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:

@@ -4,9 +4,9 @@ With one process there is no process group, and every collective is the identity
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from equigrad.config.layout import Layout
 from equigrad.errors import UserError
+from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.environment import ProcessEnv, process_env
 from equigrad.parallel.ranks import SharedUserError, agree, together
 
@@ -25,9 +26,9 @@ class World:
     """One rank's view.
 
     rank, size:  among all processes
-    lane, lanes: among the data lanes, each of which computes rows of its own
     local_rank:  on this machine
-    mesh:        dimensions (dp_replicate, dp_shard), or None with one process
+    mesh:        dimensions (pp, dp_replicate, fsdp, tp), fsdp being dp_shard x cp; None with one process
+    axes:        this rank's place along dp_replicate, dp_shard, cp, tp and pp
     control:     process group for agreements: on the CPU, and patient where one rank prepares what others wait for
     """
 
@@ -38,14 +39,26 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     control: ProcessGroup | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+
+    def axis(self, name: str) -> Axis:
+        """This rank's place along one dimension of the layout."""
+        return self.axes.get(name, ALONE)
 
     @property
     def lane(self) -> int:
-        return self.rank
+        """Which data lane this rank belongs to; each computes rows of its own."""
+        return self.axis("dp_replicate").rank * self.layout.dp_shard + self.axis("dp_shard").rank
 
     @property
     def lanes(self) -> int:
+        """Number of data lanes."""
         return self.layout.data_lanes
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this rank computes of its tokens is counted: tensor ranks compute the same loss."""
+        return self.axis("tp").rank == 0
 
     @property
     def is_main(self) -> bool:
@@ -99,7 +112,6 @@ def start(layout: Layout) -> World:
     if env.world_size == 1:
         return World(layout, 0, 1, 0, device, None)
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -108,11 +120,22 @@ def start(layout: Layout) -> World:
         timeout=timedelta(seconds=layout.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    mesh = init_device_mesh(
-        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    mesh, axes = make_mesh(layout, device.type)
     control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control)
+    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, axes)
+
+
+def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, Axis]]:
+    """The device mesh of all processes, and this rank's place on each axis of the layout. Tensor ranks are neighbours,
+    then context ranks, for they talk most."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    every = mesh._unflatten("fsdp", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
+    sizes = {name: every.size(dim) for dim, name in enumerate(every.mesh_dim_names or ())}
+    axes = {n: Axis(every.get_group(n), every.get_local_rank(n), size) for n, size in sizes.items() if size > 1}
+    return mesh, axes
 
 
 def _cores() -> int:

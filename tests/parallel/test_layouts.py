@@ -1,0 +1,73 @@
+"""Any layout is one process: loss, gradient norm, every gradient, and the parameters after three steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from equigrad.parallel.launch import StopRequest
+from tests.jobs import assemble, make_trainer, tiny_job, whole_parameters
+from tests.workers import Workers
+
+Pools = Callable[[int], Workers]
+Outcome = dict[str, Any]
+
+LAYOUTS = [
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 2, "dp_shard": 2},
+]
+
+
+def _job(layout: dict[str, int], **changes: Any) -> Any:
+    degrees = {f"layout__{axis}": degree for axis, degree in layout.items()}
+    return tiny_job(train__steps=3, model__num_key_value_heads=4, **degrees, **changes)
+
+
+def _three_steps(layout: dict[str, int], changes: dict[str, Any], folder: Path) -> Outcome:
+    trainer, gradients, stop = make_trainer(_job(layout, **changes), folder), [], StopRequest()
+    plain = trainer.gradients
+
+    def kept() -> Any:
+        found = plain()
+        gradients.append(assemble({n: p.renamed(n) for n, p in found.items()}))
+        return found
+
+    trainer.gradients = kept  # type: ignore[method-assign]
+    records = [trainer.update(trainer.stream.next_batch(), stop)[0] for _ in range(3)]
+    return {"records": records, "gradients": gradients, "parameters": whole_parameters(trainer)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Outcome]:
+    known: dict[str, Outcome] = {}
+
+    def run(changes: dict[str, Any]) -> Outcome:
+        key = str(changes)
+        if key not in known:
+            known[key] = _three_steps({}, changes, tmp_path_factory.mktemp("alone"))
+        return known[key]
+
+    return run
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within 1e-5 of the tensor's size."""
+    return bool((found - expected).norm() <= 1e-5 * expected.norm() + 1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+    size = _job(layout).layout.world_size
+    one = alone({})
+    for rank, many in enumerate(workers(size).run(_three_steps, layout, {}, tmp_path)):
+        for key in ("loss", "grad_norm", "tokens", "executed_tokens"):
+            found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
+            assert found == pytest.approx(expected, rel=1e-5), (rank, key)
+        for step in range(3):
+            wrong = [n for n, g in one["gradients"][step].items() if not close(many["gradients"][step][n], g)]
+            assert not wrong, (rank, step, wrong)
+        wrong = [n for n, p in one["parameters"].items() if not close(many["parameters"][n], p)]
+        assert not wrong, (rank, wrong)
