@@ -86,7 +86,11 @@ def assemble(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
     for boxes in gather({n: (p.placement, p.tensor) for n, p in tensors.items()}):
         for name, (at, tensor) in boxes.items():
             target = whole.setdefault(name, torch.full(at.shape, torch.nan))[Box(at.offset, at.local_shape).slices]
-            assert not at.replica or torch.allclose(target.nan_to_num(7), tensor.nan_to_num(7), 1e-6, 1e-7) or target.isnan().all()  # noqa: E501
+            assert (
+                not at.replica
+                or torch.allclose(target.nan_to_num(7), tensor.nan_to_num(7), 1e-6, 1e-7)
+                or target.isnan().all()
+            )
             target.copy_(tensor)
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return dict(sorted(whole.items()))

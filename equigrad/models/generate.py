@@ -30,7 +30,8 @@ def generate(
 ) -> list[list[int]]:
     """New token ids of each prompt, without the prompt; a stop id ends a sequence and is not returned.
 
-    ``tensor`` is the axis that the model's features are divided over. ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
+    ``tensor`` is the axis over which the model's features are divided.
+    ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
     Raises ``UserError`` for an empty prompt or one that does not fit the model's context.
     """
     config, device = model.config, next(model.parameters()).device

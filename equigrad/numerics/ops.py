@@ -3,11 +3,11 @@
 Tensors are those of one row: ``T`` tokens flat in the first dimension, no batch dimension; ``T`` may be 0. Each op
 gets the row, because under parallelism an op is where the collectives of that row's process groups happen. Shapes are
 given as if one rank did it all. Where there are several, ``T`` and ``n`` are this rank's tokens (see ``Row``), and what
-lies between ``column_linears`` and ``row_linear`` (N of the one, K of the other, heads) is this rank's share, as are the
-rows of an embedding and of a head: ``vocabulary`` is their number on all ranks together.
+lies between ``column_linears`` and ``row_linear`` (N of the one, K of the other, heads) is this rank's share, as are
+the rows of an embedding and of a head: ``vocabulary`` is their number on all ranks together.
 
-A value that is used twice passes through ``fork``, and several projections of one value are one ``column_linears``: so the
-order in which their gradients are added is decided here and never by autograd.
+A value that is used twice passes through ``fork``, and several projections of one value are one ``column_linears``: so
+the order in which their gradients are added is decided here and never by autograd.
 """
 
 from collections.abc import Sequence

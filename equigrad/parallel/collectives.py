@@ -152,9 +152,7 @@ def heads_to_tokens(x: Tensor, split: Split, heads: Heads) -> Tensor:
 def _to_heads(x: Tensor, split: Split, heads: Heads) -> Tensor:
     own = len(heads[split.rank])
     parts = [x[:, list(wanted)] for wanted in heads]
-    return join(
-        exchange(parts, [(n, own, x.shape[-1]) for n in split.partition.lengths], split.group), split.partition
-    )
+    return join(exchange(parts, [(n, own, x.shape[-1]) for n in split.partition.lengths], split.group), split.partition)
 
 
 def _to_tokens(x: Tensor, split: Split, heads: Heads) -> list[Tensor]:

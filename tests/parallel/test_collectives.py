@@ -64,7 +64,11 @@ def _heads(partition: Partition, heads: Heads, count: int) -> bool:
     z = whole[:, own].clone().requires_grad_()
     back = heads_to_tokens(z, split, heads)
     back.backward(split.take(_draw(20, partition.total, count, 2)))
-    return good and torch.equal(back, split.take(whole)) and torch.equal(z.grad, _draw(20, partition.total, count, 2)[:, own])  # noqa: E501
+    return (
+        good
+        and torch.equal(back, split.take(whole))
+        and torch.equal(z.grad, _draw(20, partition.total, count, 2)[:, own])
+    )
 
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=lambda p: str(p.ranges))

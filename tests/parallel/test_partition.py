@@ -27,7 +27,8 @@ def test_part_of_is_even(total: int, parts: int) -> None:
 def test_every_token_is_on_one_rank_and_ranks_differ_by_at_most_one(total: int, ranks: int, make: object) -> None:
     partition = make(total, ranks)  # type: ignore[operator]
     tokens = [t for own in partition.ranges for start, stop in own for t in range(start, stop)]
-    assert sorted(tokens) == list(range(total)) and partition.total == total
+    assert sorted(tokens) == list(range(total))
+    assert partition.total == total
     assert max(partition.lengths) - min(partition.lengths) <= 1
     assert [t for _, (start, stop) in partition.order for t in range(start, stop)] == list(range(total))
     assert partition.in_rank_order == (tokens == sorted(tokens))
@@ -47,7 +48,9 @@ def test_zigzag_evens_out_what_causal_attention_costs(total: int) -> None:
 def test_segments_within_are_the_segments_cut_to_the_range(lengths: list[int], start: int, stop: int) -> None:
     segment = [number for number, length in enumerate(lengths) for _ in range(length)]
     found = segments_within(lengths, start, stop)
-    assert [t for low, high in found for t in range(low, high)] == list(range(min(start, len(segment)), min(stop, len(segment)))) or start >= stop  # noqa: E501
+    assert [t for low, high in found for t in range(low, high)] == list(
+        range(min(start, len(segment)), min(stop, len(segment)))
+    ) or start >= stop
     for low, high in found:
         assert len(set(segment[low:high])) == 1
     assert len({segment[low] for low, _ in found}) == len(found)
