@@ -11,10 +11,12 @@
 A run is never overwritten by accident. Torch-free.
 """
 
+import errno
 import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +103,11 @@ class Run:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
             pass  # no such locks on this system
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                why = f"{self.folder} cannot be locked ({error.strerror})"
+                print(f"note: {why}; nothing keeps a second process out of it", file=sys.stderr)
+                return held
             held.seek(0)
             owner = held.read().strip()
             held.close()

@@ -259,3 +259,26 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, delay: float) -> N
     out, err = process.communicate(timeout=60)
     assert process.returncode in (0, -signal.SIGTERM), (out, err)
     assert "Traceback" not in err
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    job = tiny_job(train__steps=100000, layout={"dp_shard": 2, "timeout_s": 6.0})
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run", 3)
+    workers = children(process.pid)
+    victim = next(pid for pid in workers if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert "rank 0 failed" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_does_not_stop_the_resume(tmp_path: Path) -> None:
+    folder = run(tiny_job(train__steps=2), tmp_path / "run")
+    (folder / "checkpoints/step-00000002").rename(folder / "checkpoints/step-00000002.old")
+    done = command("train", "--run", folder, "--resume", "--train.steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert [s[0] for s in steps_of(folder)] == [1, 2, 3]

@@ -54,7 +54,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
     world = start(job.layout)
     tokenizer = own_tokenizer(weights)
     job = resolve_vocabulary(job, tokenizer)
-    stream = world.everywhere(lambda: Stream(job.data, job.batch, job.seed, tokenizer), when=world.local_rank == 0)
+    stream = world.run_where(world.local_rank == 0, lambda: Stream(job.data, job.batch, job.seed, tokenizer))
     if stream is None:
         stream = Stream(job.data, job.batch, job.seed, tokenizer)
     held_out = stream.held_out()

@@ -9,12 +9,24 @@ from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.models.specs import parameter_count, parameter_specs
-from equigrad.resolve import find_weights
+from equigrad.resolve import Weights, find_weights
 from equigrad.run import Run, writing
 
 
 def import_main(arguments: argparse.Namespace) -> int:
     """Write a run folder whose only checkpoint, of step 0, holds the weights in float32."""
+    weights, run = find_weights(arguments.model), Run(Path(arguments.run))
+    if weights.checkpoint is not None:
+        raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
+    run.check_free()
+    with run.lock():
+        run.check_free()  # again: before the lock was held, another process may have come first
+        run.clear()
+        _import(weights, run)
+    return 0
+
+
+def _import(weights: Weights, run: Run) -> None:
     import torch
 
     from equigrad.checkpoint.huggingface import load_weights, weight_dtypes
@@ -23,11 +35,6 @@ def import_main(arguments: argparse.Namespace) -> int:
     from equigrad.config.checkpoint import Checkpoint
     from equigrad.parallel.placement import place_all
 
-    weights, run = find_weights(arguments.model), Run(Path(arguments.run))
-    if weights.checkpoint is not None:
-        raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
-    run.check_free()
-    run.clear()
     specs = parameter_specs(weights.model)
     parameters = place_all((name, torch.empty(spec.shape)) for name, spec in specs.items())
     load_weights(weights, parameters)
@@ -46,7 +53,6 @@ def import_main(arguments: argparse.Namespace) -> int:
     print(f"{run.folder}: {parameter_count(weights.model):,} parameters imported from {weights.folder}")
     if tokenizer is None:
         print("no tokenizer.json there, so none was imported")
-    return 0
 
 
 def export_main(arguments: argparse.Namespace) -> int:

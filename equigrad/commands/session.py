@@ -34,7 +34,7 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
     """Train until done or asked to stop; called on every rank. Returns the exit code."""
     keep_freed_memory()
     world = start(job.layout)
-    with world.everywhere(run.lock, when=world.is_main) or nullcontext():
+    with world.run_where(world.is_main, run.lock) or nullcontext():
         _train(job, run, resume, world)
     world.close()
     return 0
@@ -42,16 +42,18 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
 
 def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
-    checkpoint = latest(run.folder / "checkpoints") if resume else None
-    _agree(job, tokenizer, stream, checkpoint, world)
+    _agree(job, tokenizer, stream, world)
     trainer = Trainer(job, run.folder, world, stream)
+    # Only now, for the trainer has put in order what an interrupted save may have left.
+    checkpoint = latest(run.folder / "checkpoints") if resume else None
+    world.agree(checkpoint and checkpoint.name, "the checkpoint to resume from")
     _give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
     with StopRequest() as stop, _sinks(trainer, run, peak) as sinks:
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
-        world.everywhere(lambda: _begin(trainer, run), when=world.is_main)
+        world.run_where(world.is_main, lambda: _begin(trainer, run))
         observer = _Recorder(trainer, sinks, peak)
         finished = trainer.run(observer, stop)
         held_out = trainer.evaluate() if finished else None
@@ -83,6 +85,7 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
 
     def create() -> tuple[Job, Tokenizer, Stream]:
         if not resume:
+            run.check_free()  # again: before the lock was held, another process may have come first
             run.clear()
         made = make()
         if not (run.tokenizer / "tokenizer.json").exists():
@@ -92,9 +95,9 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
             print(_line(stats))
         return made
 
-    first = world.everywhere(create, when=world.is_main)
-    second = world.everywhere(make, when=world.local_rank == 0 and not world.is_main)
-    rest = world.everywhere(make, when=world.local_rank != 0)
+    first = world.run_where(world.is_main, create)
+    second = world.run_where(world.local_rank == 0 and not world.is_main, make)
+    rest = world.run_where(world.local_rank != 0, make)
     prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
     return prepared
 
@@ -112,14 +115,13 @@ def _tokenising(every: float = 10.0) -> Callable[[str, int, int], None]:
     return tell
 
 
-def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, checkpoint: Path | None, world: World) -> None:
+def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
     """Ranks that were started with different words, or see different files, must not train together."""
     facts = {
         "version of equigrad": __version__,
         "job": job.model_dump(exclude={"data": {"cache"}, "layout": {"device", "threads"}}),
         "tokenizer": tokenizer.digest,
         "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
-        "checkpoint to resume from": checkpoint.name if checkpoint else None,
     }
     for what, value in facts.items():
         world.agree(value, f"the {what}")

@@ -96,16 +96,16 @@ def _collectives() -> list[Any]:
             return f"made by {world.rank}"
 
         try:
-            world.everywhere(action)
+            world.run_where(True, action)
         except SharedUserError as error:
             problems.append(str(error))
     try:
         world.agree("same" if world.rank != 3 else "other", "the plan")
     except RuntimeError as error:
         problems.append(str(error))
-    one = world.everywhere(lambda: "main only", when=world.is_main)
+    one = world.run_where(world.is_main, lambda: "main only")
     try:
-        world.everywhere(lambda: 1 // (world.rank - 1))
+        world.run_where(True, lambda: 1 // (world.rank - 1))
     except (ZeroDivisionError, PeerError) as error:
         problems.append(type(error).__name__)
     return [world.sum([1.0, world.rank]), problems, one]
@@ -126,4 +126,4 @@ def test_alone_every_collective_is_the_identity(tmp_path: Path) -> None:
     assert world.sum([2.5]) == [2.5]
     world.agree("x", "anything")
     with pytest.raises(UserError, match="no"):
-        world.everywhere(lambda: (_ for _ in ()).throw(UserError("no")))
+        world.run_where(True, lambda: (_ for _ in ()).throw(UserError("no")))
