@@ -176,7 +176,8 @@ def test_a_text_that_is_not_utf8_is_named_with_its_place(bad: Bad) -> None:
 
 
 def test_data_that_is_all_held_out_is_named(bad: Bad) -> None:
-    assert "good.txt has no training samples" in bad("train", job(data__held_out_every=1))
+    found = bad("train", job(), "--data.held_out_every", "1")
+    assert "data.held_out_every: 1 holds out every document" in found
 
 
 def test_a_run_that_failed_on_its_data_leaves_its_folder_free(bad: Bad) -> None:

@@ -79,6 +79,13 @@ class Data(Section):
     cache: str | None = None
     """Folder of tokenised sources; by default ``$EQUIGRAD_CACHE``, else ``~/.cache/equigrad``."""
 
+    @field_validator("held_out_every")
+    @classmethod
+    def _some_are_trained_on(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("1 holds out every document and leaves none to train on; 2 holds out every other one")
+        return value
+
     @field_validator("sources", "held_out_sources", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
