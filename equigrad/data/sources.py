@@ -116,6 +116,13 @@ def fingerprint(source: Source) -> list[Any]:
     return [*how, *([str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in stats)]
 
 
+def check(source: Source) -> None:
+    """``UserError`` where the files of a source are missing or of no known kind. Opens none, and asks no hub."""
+    if not source.path.startswith("hf:"):
+        for file in _files(source.path):
+            _reader(file)
+
+
 # ---- records to documents
 
 
