@@ -57,7 +57,7 @@ class Trainer:
                 self.counters["step_seconds"] += seconds
                 observer.step(record | {"step_seconds": seconds}, batch)
                 if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
-                    observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
+                    self.evaluate(observer, job.train.eval_tokens)
                 if job.checkpoint.every and self.step % job.checkpoint.every == 0:
                     self.save()
                     saved = self.step
@@ -134,10 +134,15 @@ class Trainer:
                 f"{what}: not finite, more than train.max_skips = {job.train.max_skips} in a row; the run stops"
             )
 
-    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+    def evaluate(self, observer: "Observer", max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss; None where nothing is held out."""
         held_out = self.stream.held_out(max_tokens)
-        return evaluate(self.model, self.stream, held_out, self.job, self.world) if held_out.samples else None
+        if not held_out.samples:
+            return None
+        observer.evaluating()
+        result = evaluate(self.model, self.stream, held_out, self.job, self.world)
+        observer.evaluation(self.step, result)
+        return result
 
     def state(self) -> dict[str, Placed]:
         """Every tensor of the run, under the names that checkpoints use."""
@@ -167,5 +172,8 @@ class Observer:
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         """After every step, on every rank."""
 
-    def evaluation(self, step: int, result: Evaluation | None) -> None:
+    def evaluating(self) -> None:
+        """Before every evaluation, on every rank."""
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
         """After every evaluation, on every rank."""
