@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import textwrap
 import tomllib
 import types
 import typing
@@ -240,8 +241,9 @@ def default_text(field: FieldInfo) -> str:
     return "{}" if isinstance(default, Section) else _toml_value(default)
 
 
-def help_text() -> str:
-    """Every key of the job with its type, default and meaning."""
+def help_text(width: int) -> str:
+    """Every key of the job with its type, default and meaning, in lines of at most ``width`` characters where words
+    allow."""
     lines: list[str] = []
     shown: set[int] = set()
     for key, field in walk(Job, entries=True):
@@ -249,7 +251,10 @@ def help_text() -> str:
             continue
         shown.add(id(field))
         doc = " ".join((field.description or "").split()).replace("``", "")
-        option = f"  {key}" if "[]" in key else f"--{key}"
+        option = key if "[]" in key else f"--{key}"
         default = "required" if field.is_required() else f"default: {default_text(field)}"
-        lines.append(f"  {option} {{{type_name(field.annotation)}}}  ({default})\n        {doc}")
+        head = f"{option} {{{type_name(field.annotation)}}}  ({default})"
+        for text, first, rest in ((head, 2, 6), (doc, 8, 8)):
+            indents = {"initial_indent": " " * first, "subsequent_indent": " " * rest}
+            lines += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)
     return "\n".join(lines)

@@ -319,12 +319,13 @@ def test_impossible_values_are_refused(overrides: list[str], complaint: str) -> 
 
 
 def test_help_lists_every_key_with_type_default_and_doc() -> None:
-    text = help_text()
+    text = help_text(100)
     blocks = text.split("\n  ")
     for key, field in walk(Job):
         assert field.description, f"{key} has no docstring"
         assert any(block.lstrip().startswith(f"--{key} {{") for block in blocks), key
     assert "data.sources[].weight" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_section_says_what_it_is() -> None:
