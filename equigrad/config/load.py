@@ -254,7 +254,7 @@ def help_text(width: int) -> str:
         option = key if "[]" in key else f"--{key}"
         default = "required" if field.is_required() else f"default: {default_text(field)}"
         head = f"{option} {{{type_name(field.annotation)}}}  ({default})"
-        for text, first, rest in ((head, 2, 6), (doc, 8, 8)):
-            indents = {"initial_indent": " " * first, "subsequent_indent": " " * rest}
-            lines += textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)
+        for text, first, rest in ((head, "  ", " " * 6), (doc, " " * 8, " " * 8)):
+            wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
+            lines += wrapper.wrap(text)
     return "\n".join(lines)
