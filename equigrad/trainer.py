@@ -19,9 +19,9 @@ from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.placement import Placed, local_part, place_all
 from equigrad.parallel.sharding import reduce_gradients
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.rows import row_tensors, schedule_samples
 from equigrad.schedule.packing import Schedule

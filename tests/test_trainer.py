@@ -14,7 +14,7 @@ from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.stop import StopRequest
 from tests.jobs import Records, make_trainer, pool_world, tiny_job, train, whole_parameters
 from tests.workers import Workers
 

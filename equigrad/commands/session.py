@@ -23,8 +23,8 @@ from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
 from equigrad.observe.progress import Progress, open_progress
 from equigrad.observe.text import duration
-from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.ranks import SharedUserError
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, keep_freed_memory, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
 from equigrad.run import Run, write_json, writing

@@ -31,7 +31,7 @@ VERSION = 1  # of the files and of what documents become; part of the key
 _UNFINISHED = ".unfinished-"
 _STALE_SECONDS = 3600
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called while a store is built with the source's path and the documents and tokens so far."""
 
 
@@ -63,7 +63,7 @@ class Store:
 
 
 def open_store(
-    source: Source, tokenizer: Tokenizer, append_eos: bool, cache: Path, progress: Progress | None = None
+    source: Source, tokenizer: Tokenizer, append_eos: bool, cache: Path, progress: OnProgress | None = None
 ) -> Store:
     """The store of a source, built first where the cache does not have it whole.
 
@@ -158,7 +158,7 @@ def _write(
     batches: Iterator[list[Encoded]],
     source: Source,
     tokenizer: Tokenizer,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> None:
     folder.mkdir()
     first = next(batches)  # a source without documents has raised by now
@@ -180,7 +180,7 @@ def _write(
 
 
 def _fill(
-    columns: "dict[str, _Column]", batches: Iterator[list[Encoded]], path: str, progress: Progress | None
+    columns: "dict[str, _Column]", batches: Iterator[list[Encoded]], path: str, progress: OnProgress | None
 ) -> bool:
     """Append all documents to the columns; whether any byte is in the loss."""
     columns["offsets"].write([0])

@@ -18,11 +18,11 @@ from equigrad.observe.text import compact, duration, loss_text, memory
 if TYPE_CHECKING:
     from rich.text import Text
 
-Peak = Literal["measured", "datasheet"]
+PeakSource = Literal["measured", "datasheet"]
 
 
 def open_progress(
-    total: int, step: int = 0, title: str = "", peak: Peak = "datasheet", stream: TextIO | None = None
+    total: int, step: int = 0, title: str = "", peak: PeakSource = "datasheet", stream: TextIO | None = None
 ) -> "Progress":
     """The progress of a run of ``total`` steps, of which ``step`` are done already (a resumed run).
 
@@ -42,7 +42,7 @@ class Progress(ABC):
         total: int,
         step: int,
         title: str,
-        peak: Peak,
+        peak: PeakSource,
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equigrad.config.data import Batch as BatchConfig
-from equigrad.config.data import Data, Source
+from equigrad.config.data import BatchConfig, Data, Source
 from equigrad.data import stream as module
 from equigrad.data.sources import documents
 from equigrad.data.stream import Batch, Stream
