@@ -18,10 +18,10 @@ from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.placement import Placed, local_part, place_all
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.sharding import reduce_gradients
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.rows import row_tensors, schedule_samples
 from equigrad.schedule.packing import Schedule
@@ -61,7 +61,7 @@ class Trainer:
                     saved = self.step
                 last = stopped or self.step >= job.train.steps
                 if job.train.eval_every and self.step % job.train.eval_every == 0 and not last:
-                    observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
+                    self.evaluate(observer, job.train.eval_tokens)
             if saved != self.step:
                 self.save()
         self.counters["wall_seconds"] += time.perf_counter() - mark
@@ -135,10 +135,15 @@ class Trainer:
                 f"{what}: not finite, more than train.max_skips = {job.train.max_skips} in a row; the run stops"
             )
 
-    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+    def evaluate(self, observer: "Observer", max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss; None where nothing is held out."""
         held_out = self.stream.held_out(max_tokens)
-        return evaluate(self.model, self.stream, held_out, self.job, self.world) if held_out.samples else None
+        if not held_out.samples:
+            return None
+        observer.evaluating()
+        result = evaluate(self.model, self.stream, held_out, self.job, self.world)
+        observer.evaluation(self.step, result)
+        return result
 
     def state(self) -> dict[str, Placed]:
         """Every tensor of the run, under the names that checkpoints use."""
@@ -168,5 +173,8 @@ class Observer:
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         """After every step, on every rank."""
 
-    def evaluation(self, step: int, result: Evaluation | None) -> None:
+    def evaluating(self) -> None:
+        """Before every evaluation, on every rank."""
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
         """After every evaluation, on every rank."""

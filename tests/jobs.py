@@ -14,7 +14,7 @@ from equigrad.config import Job
 from equigrad.config.load import make_job
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
-from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.trainer import Observer, Trainer
 

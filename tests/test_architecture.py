@@ -34,7 +34,7 @@ LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
     "cli", "run", "resolve", "schedule.packing", "models.specs", "models.huggingface", "memory.estimate",
-    "optim.schedule", "parallel.environment", "parallel.launch", "commands.train", "config.load",
+    "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip

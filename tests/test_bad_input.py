@@ -123,6 +123,12 @@ def test_texts_that_are_all_empty_are_named(bad: Bad) -> None:
     assert "blank.jsonl: nothing to learn" in bad("train", job(data__sources="blank.jsonl"))
 
 
+def test_no_tokenizer_is_trained_on_nothing(bad: Bad) -> None:
+    Path("empty.txt").touch()
+    assert "empty.txt: no text" in bad("tokenizer", "train", "empty.txt", "--out", "t")
+    assert not Path("t").exists()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["jsonl", "jsonl.gz"])
 @pytest.mark.parametrize(
     ("line", "complaint"),
@@ -175,8 +181,14 @@ def test_a_text_that_is_not_utf8_is_named_with_its_place(bad: Bad) -> None:
     assert "latin.txt: not UTF-8 at byte 4" in bad("train", job(data__sources="latin.txt"))
 
 
+def test_a_dry_run_finds_a_missing_source(bad: Bad) -> None:
+    assert "missing.txt: no such file" in bad("train", job(data__sources="missing.txt"), "--dry-run")
+    assert "none/*.jsonl: no file" in bad("train", job(data__held_out_sources="none/*.jsonl"), "--dry-run")
+
+
 def test_data_that_is_all_held_out_is_named(bad: Bad) -> None:
-    assert "good.txt has no training samples" in bad("train", job(data__held_out_every=1))
+    found = bad("train", job(), "--data.held_out_every", "1")
+    assert "data.held_out_every: 1 holds out every document" in found
 
 
 def test_a_run_that_failed_on_its_data_leaves_its_folder_free(bad: Bad) -> None:

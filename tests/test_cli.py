@@ -78,6 +78,22 @@ def test_the_help_of_train_lists_keys_with_defaults(capsys: pytest.CaptureFixtur
     assert "--run DIR" in printed
 
 
+def test_the_help_of_eval_tells_of_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    assert "--data.held_out_sources FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 150])
+def test_the_help_of_train_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["train", "--help"]) == 0
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert width - 20 < longest < width
+
+
 @pytest.mark.parametrize("word", ["--version", "-V"])
 def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0

@@ -14,7 +14,7 @@ from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.stop import StopRequest
 from tests.jobs import Records, make_trainer, pool_world, tiny_job, train, whole_parameters
 from tests.workers import Workers
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_is_saved_before_its_evaluation_and_a_stop_evaluates_nothin
     trainer = make_trainer(tiny_job(train__steps=6, train__eval_every=2, checkpoint__every=2), tmp_path)
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(trainer, "save", lambda: seen.append(("save", trainer.step)))
-    monkeypatch.setattr(trainer, "evaluate", lambda tokens=None: seen.append(("evaluate", trainer.step)))
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: seen.append(("evaluate", trainer.step)))
     stop = StopRequest()
 
     class StopAtFour(Records):

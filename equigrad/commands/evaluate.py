@@ -70,7 +70,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
         print(f"held-out loss     {result['held_out_loss']:.6f} nats per token")
         print(f"perplexity        {result['held_out_perplexity']:.4f}")
         print(f"bits per byte     {result['held_out_bits_per_byte']:.6f}")
-        print(f"tokens, bytes     {result['tokens']:,}, {result['bytes']:,}")
+        print(f"in the loss       {result['tokens']:,} tokens, {result['bytes']:,} bytes")
         if arguments.json:
             write_json(Path(arguments.json), result)
     world.close()

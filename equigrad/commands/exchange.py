@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from equigrad.config import Job
-from equigrad.config.data import Tokenizer
+from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
@@ -43,7 +43,7 @@ def _import(weights: Weights, run: Run) -> None:
     if tokenizer is not None:
         with writing(run.tokenizer):
             tokenizer.save(run.tokenizer)
-        data = data.model_copy(update={"tokenizer": Tokenizer(kind="file", path=str(run.tokenizer))})
+        data = data.model_copy(update={"tokenizer": TokenizerConfig(kind="file", path=str(run.tokenizer))})
     named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
     saver = Checkpointer(run.folder / "checkpoints", Checkpoint(asynchronous=False))
     saver.save(0, named, {"step": 0, "imported_dtypes": weight_dtypes(weights.folder)})

@@ -21,9 +21,10 @@ from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
-from equigrad.observe.progress import open_progress
-from equigrad.parallel.launch import StopRequest
+from equigrad.observe.progress import Progress, open_progress
+from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, keep_freed_memory, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
 from equigrad.run import Run, write_json, writing
@@ -51,14 +52,13 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
-    with StopRequest() as stop, _sinks(trainer, run, peak) as sinks:
+    progress = _progress(trainer, run, peak) if peak is not None else None
+    with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
         world.run_where(world.is_main, lambda: _begin(trainer, run))
-        observer = _Recorder(trainer, sinks, peak)
+        observer = _Recorder(trainer, sinks, peak, progress)
         finished = trainer.run(observer, stop)
-        held_out = trainer.evaluate() if finished else None
-        if finished:
-            observer.evaluation(trainer.step, held_out)
+        held_out = trainer.evaluate(observer) if finished else None
     if finished:
         _finish(trainer, run, tokenizer, held_out)
     elif world.is_main:
@@ -131,6 +131,8 @@ def _line(stats: Stats) -> str:
     """One line on what a source gives, and on all of it that is not trained on."""
     side = "held out" if stats.held_out else "training"
     text = f"{stats.source}, {side}: {stats.documents:,} documents, {stats.samples:,} samples, {stats.tokens:,} tokens"
+    if stats.loss_tokens != stats.tokens:
+        text += f" ({stats.loss_tokens:,} in the loss)"
     asides = {"without text to learn": stats.empty, "documents dropped as too long": stats.dropped,
               "samples left out, no token in the loss": stats.left_out}  # fmt: skip
     return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
@@ -147,25 +149,29 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
         trainer.model.initialize(trainer.job.seed)
 
 
-def _sinks(trainer: Trainer, run: Run, peak: Peak | None) -> Sinks:
-    """Rank 0 writes and shows; the others are silent."""
-    if peak is None:
-        return Sinks([])
+def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
+    """What is shown of the run, from here on."""
     job, step = trainer.job, trainer.step
     processes = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
     title = f"{run.folder}: {parameter_count(job.model):,} parameters on {trainer.world.device.type}{processes}"
     if step:
         title += f", resumed after step {step}"
-    progress = open_progress(job.train.steps, step, title, peak.source)
+    return open_progress(job.train.steps, step, title, peak.source)
+
+
+def _sinks(trainer: Trainer, run: Run, progress: Progress | None) -> Sinks:
+    """Rank 0 writes and shows; the others are silent."""
+    if progress is None:
+        return Sinks([])
     with writing(run.folder):
-        return open_sinks(job, run.folder, step or None, progress)
+        return open_sinks(trainer.job, run.folder, trainer.step or None, progress)
 
 
 class _Recorder(Observer):
     """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0."""
 
-    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None) -> None:
-        self._trainer, self._sinks, self._peak = trainer, sinks, peak
+    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None, progress: Progress | None) -> None:
+        self._trainer, self._sinks, self._peak, self._progress = trainer, sinks, peak, progress
 
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         job, world = self._trainer.job, self._trainer.world
@@ -185,8 +191,12 @@ class _Recorder(Observer):
             }
         )
 
-    def evaluation(self, step: int, result: Evaluation | None) -> None:
-        if result is not None and self._peak is not None:
+    def evaluating(self) -> None:
+        if self._progress is not None:
+            self._progress.evaluating()
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        if self._peak is not None:
             self._log({"kind": "eval", "step": step} | result.record())
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -219,10 +229,10 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
     if held_out is not None:
         summary |= {k: v for k, v in held_out.record().items() if k.startswith("held_out")}
     run.write_summary(summary)
-    print(f"done: {trainer.step} steps, {counters['tokens']:,} tokens in {seconds:.0f} s")
+    print(f"done: {trainer.step} steps, {counters['tokens']:,} tokens in {duration(seconds)}")
     if held_out is not None:
         print(f"held-out text: {held_out.bits_per_byte:.3f} bits per byte, loss {held_out.loss:.4f} per token"
-              f" ({held_out.tokens:,} tokens, {held_out.bytes:,} bytes)")  # fmt: skip
+              f" ({held_out.tokens:,} tokens in the loss, {held_out.bytes:,} bytes)")  # fmt: skip
     print(f"parameter digest {parameter_digest}")
     if job.observe.report:
         from equigrad.observe.report import write_report

@@ -80,10 +80,13 @@ def _words(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
 def _dry_run(job: Job) -> int:
     """Print the resolved job and its size. Nothing is written; a tokenizer is not trained for it."""
+    from equigrad.data.sources import check
     from equigrad.memory.estimate import estimate
     from equigrad.models.specs import flops_per_token, parameter_count
     from equigrad.resolve import resolve_weights
 
+    for source in [*job.data.sources, *job.data.held_out_sources]:
+        check(source)
     job = resolve_weights(job)
     if job.model.vocab_size is None:
         size = _vocabulary(job)

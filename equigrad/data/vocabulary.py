@@ -27,8 +27,12 @@ def build_tokenizer(data: Data, folder: Path) -> Tokenizer:
 
 
 def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:
-    """Text of the training documents, at most ``limit`` UTF-8 bytes, shared among the sources by their weights."""
+    """Text of the training documents, at most ``limit`` UTF-8 bytes, shared among the sources by their weights.
+
+    Raises ``UserError`` in the end where there was none.
+    """
     total = sum(source.weight for source in data.sources)
+    found = False
     for source in data.sources:
         room, index = limit * source.weight / total, 0
         for document in documents(source):
@@ -36,8 +40,11 @@ def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:
                 room -= len(document.plain.encode())
                 if room < 0:
                     break
+                found = found or bool(document.plain)
                 yield document.plain
             index += document.last
+    if not found:
+        raise UserError(f"{', '.join(s.path for s in data.sources)}: no text to train a tokenizer on")
 
 
 def _template(path: str | None) -> str | None:

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,15 @@ def test_a_folder_of_datasets_works_offline(saved: bool, tmp_path: Path, monkeyp
     assert fingerprint(source) == fingerprint(source)
     with pytest.raises(UserError, match="cannot be loaded"):
         texts(f"hf:{folder}", split="nope")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once_and_once() -> None:
+    code = "from equigrad.data.sources import *; next(documents(Source(path='hf:nobody/nothing')))"
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | nowhere, capture_output=True, text=True, timeout=25)
+    assert "UserError: hf:nobody/nothing: cannot be loaded: 127.0.0.1 cannot be reached" in done.stderr
+    assert "Retry" not in done.stderr
 
 
 @given(st.text(st.sampled_from("ab \n\r\té😀"), max_size=60), st.integers(1, 12))
