@@ -47,6 +47,15 @@ def test_a_layout_that_does_not_fit_the_processes_is_refused(started: int, shard
     assert f"does not fit the {started} process" in found
 
 
+def test_an_environment_that_makes_no_sense_is_refused(bad: Bad, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for words in (["train", job()], ["eval", run], ["generate", run]):
+        assert "RANK is 'first'; it must be a whole number" in bad(*words)
+    monkeypatch.setenv("RANK", "2")  # a process that waits for ranks that never come tells nothing at all
+    assert "rank 2 of 2 processes" in bad("train", job(layout__dp_shard=2))
+
+
 def test_gpus_that_are_not_there_are_named(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "layout.device is cuda" in bad("train", job(layout__device="cuda"))
@@ -83,17 +92,33 @@ def test_a_tokenizer_that_is_none_is_named(bad: Bad) -> None:
     assert "no tokenizer at good.txt" in bad("train", job(**given))
 
 
-def test_an_extra_that_is_not_installed_is_named(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "pip install 'equigrad[wandb]'" in bad("train", job(observe__wandb_project="p"))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    Path("a.parquet").touch()
-    assert "pip install 'equigrad[data]'" in bad("train", job(data__sources="a.parquet"), "--run", "other")
+@pytest.mark.parametrize(
+    ("package", "extra", "asks"),
+    [
+        ("wandb", "wandb", {"observe__wandb_project": "p"}),
+        ("tensorboard", "tensorboard", {"observe__tensorboard": True}),
+        ("datasets", "data", {"data__sources": ["good.txt", "hf:some/name"]}),
+        ("pyarrow", "data", {"data__held_out_sources": "a.parquet"}),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named_before_any_work(
+    package: str, extra: str, asks: dict[str, object], bad: Bad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    file = job(**asks)
+    for words in (["train", file, "--run", "new"], ["train", file, "--run", "new", "--layout.dp_shard", "2"]):
+        assert f"the job asks for {package}, which is not installed: pip install 'equigrad[{extra}]'" in bad(*words)
+    assert sorted(path.name for path in Path().iterdir()) == ["good.txt", "job.toml"]
 
 
 @pytest.mark.parametrize(
     "words",
-    [("--temperature", "-1"), ("--top-p", "0"), ("--top-p", "1.5"), ("--max-tokens", "-1"), ("--prompt-file", "no")],
+    [
+        *(("--temperature", value) for value in ("-1", "-0.01", "nan", "inf", "-inf")),
+        *(("--top-p", value) for value in ("0", "-0.5", "1.5", "nan", "inf")),
+        ("--max-tokens", "-1"),
+        ("--prompt-file", "no"),
+    ],
 )
 def test_a_sampling_that_makes_no_sense_is_refused(words: tuple[str, str], bad: Bad, run: Path) -> None:
     bad("generate", run, *words)
