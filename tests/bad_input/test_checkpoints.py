@@ -1,11 +1,13 @@
 """Checkpoints and model folders that are damaged, or that are not of this job."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from equigrad.cli import main
 from tests.bad_input.given import TEXT, Bad, checkpoint, flip, job_from, truncate
 
 
@@ -30,6 +32,44 @@ def test_a_resumed_run_with_other_data_is_refused(bad: Bad, run: Path) -> None:
     (run / "job.toml").write_text(text.replace(old, 'sources = ["good.txt"]'))
     Path("good.txt").write_text(TEXT + "more")
     assert "the data is not what the run was trained on" in bad("train", "--run", run, "--resume", "--train.steps", "4")
+
+
+def break_checkpoint(run: Path) -> None:
+    flip(checkpoint(run) / "rank-00000.safetensors")
+
+
+def exchange_data(run: Path) -> None:
+    (run / "job.toml").write_text((run / "job.toml").read_text().replace("held_out_every = 0", "held_out_every = 3"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "steps", "complaint"),
+    [
+        (lambda run: None, 1, "train.steps is 1, but run has 2 steps behind it"),
+        (break_checkpoint, 4, "is damaged"),
+        (exchange_data, 4, "the data is not what the run was trained on"),
+    ],
+    ids=["fewer steps than done", "damaged checkpoint", "other data"],
+)
+def test_a_resume_that_fails_changes_nothing(
+    harm: Callable[[Path], None], steps: int, complaint: str, bad: Bad, run: Path
+) -> None:
+    """The job least of all: what was said with the resume that failed is not said to the next one."""
+    harm(run)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"}
+    found = bad("train", "--run", run, "--resume", "--train.steps", str(steps), "--optim.lr", "0.5")
+    assert complaint in found
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file() and file.name != ".lock"} == before
+
+
+def test_an_import_is_not_resumed_but_started_from(bad: Bad, model: Path) -> None:
+    assert main(["import", str(model), "imported"]) == 0
+    for steps in ("0", "3"):
+        found = bad("train", "--run", "imported", "--resume", "--train.steps", steps)
+        assert "imported holds imported weights and no training to resume" in found
+    words = ["--data.sources", "good.txt", "--data.held_out_every", "0", "--data.context", "48", "--train.steps", "1"]
+    told = shlex.split(found.partition("equigrad train ")[2].replace("ANOTHER_FOLDER", "new"))
+    assert main(["train", *told, *words, "--observe.sample_tokens", "0"]) == 0
 
 
 def test_given_weights_of_another_shape_are_refused(bad: Bad, run: Path, model: Path) -> None:

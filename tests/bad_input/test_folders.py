@@ -1,16 +1,15 @@
 """Folders that hold something else, or nothing, or cannot be written."""
 
-import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from equigrad.cli import main
-from tests.bad_input.given import Bad, job, message
-from tests.jobs import environment
+from equigrad.data.tokenizers import read_tokenizer
+from equigrad.run import Run
+from tests.bad_input.given import Bad, job, job_from, truncate
+from tests.jobs import full_disk
 
 
 def test_an_existing_run_is_not_overwritten(bad: Bad, run: Path) -> None:
@@ -54,18 +53,55 @@ def test_a_file_where_the_checkpoints_should_go_is_named(bad: Bad, run: Path) ->
     assert "run/checkpoints" in found
 
 
-def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(run: Path) -> None:
-    """A limit on the size of files stands for the disk: writing fails in the same way, half way through."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    words = [sys.executable, "-m", "equigrad", "train", "--run", str(run), "--resume", "--train.steps", "4"]
-    done = subprocess.run(words, preexec_fn=limit, capture_output=True, text=True, env=environment(), timeout=100)
-    found = message(done.returncode, done.stderr)
+def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(bad: Bad, run: Path) -> None:
+    with full_disk(100_000):
+        found = bad("train", "--run", run, "--resume", "--train.steps", "4")
     assert "the checkpoint of step 4 could not be saved; earlier ones are intact" in found
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
     assert main(["info", str(run)]) == 0
+
+
+def test_a_resume_that_cannot_write_its_tokenizer_can_be_repeated(bad: Bad, run: Path) -> None:
+    (run / "tokenizer/tokenizer.json").unlink()
+    with full_disk(2_000):
+        assert bad("train", "--run", run, "--resume").startswith(f"cannot write {run / 'tokenizer'}")
+    assert main(["train", "--run", str(run), "--resume", "--train.steps", "3"]) == 0
+
+
+# ---- a start that failed is repeated as it was, without --resume and without clearing up by hand
+
+
+def test_a_start_that_failed_late_leaves_nothing_to_the_next_one(bad: Bad, model: Path) -> None:
+    """The tokenizer was written, the folder of checkpoints made; the next start wants another tokenizer."""
+    truncate(model / "model.safetensors")
+    assert "model.safetensors: damaged" in bad("train", job_from(model), "--run", "new")
+    assert Path("new/tokenizer/tokenizer.json").exists()
+    other = job(data__tokenizer={"kind": "bpe", "vocab_size": 300}, model__vocab_size=None)
+    assert main(["train", other, "--run", "new"]) == 0
+    assert read_tokenizer(Path("new/tokenizer")).vocab_size == Run(Path("new")).job().model.vocab_size > 257
+
+
+def test_an_import_that_failed_can_be_repeated(bad: Bad, model: Path) -> None:
+    with full_disk(50_000):
+        assert "the checkpoint of step 0 could not be saved" in bad("import", model, "new")
+    assert Path("new/tokenizer/tokenizer.json").exists()
+    assert main(["import", str(model), "new"]) == 0
+    assert main(["generate", "new", "--max-tokens", "1"]) == 0
+
+
+@pytest.mark.parametrize("stranger", ["notes.txt", "checkpoints/step-00000002/manifest.json"])
+def test_what_a_failed_start_does_not_leave_is_not_cleared_away(stranger: str, bad: Bad, model: Path) -> None:
+    file = Path("new", stranger)
+    for path in (Path("new/tokenizer/tokenizer.json"), file):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    start = ["train", job(), "--run", "new"]
+    for words in (start, [*start, "--resume"], ["import", model, "new"]):
+        assert "new exists and is not an empty folder" in bad(*words)
+    assert file.read_text() == Path("new/tokenizer/tokenizer.json").read_text() == "mine"
+
+
+# ---- folders that are not there, or are not what they should be
 
 
 @pytest.mark.parametrize("command_", ["eval", "generate", "info", "export", "import"])
