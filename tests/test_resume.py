@@ -163,10 +163,12 @@ def test_workers_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> N
     assert len(workers) == 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in workers):
-        assert time.monotonic() < deadline
+    deadline = time.monotonic() + 30
+    while (left := [pid for pid in workers if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps_of(folder)[-1][0]:08d}"]
     verify(latest(folder / "checkpoints"))
 
