@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,17 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in ranks}
     return kept | {"OMP_NUM_THREADS": "1"} | (extra or {})
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Writing fails at byte ``size`` of a file, half way through, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def write_job(job: Job, path: Path) -> Path:

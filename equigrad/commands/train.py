@@ -51,10 +51,16 @@ def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tup
 
 def _check_extras(job: Job) -> None:
     """``UserError`` now rather than after minutes of preparation."""
-    wanted = {"tensorboard": job.observe.tensorboard, "wandb": job.observe.wandb_project is not None}
-    for extra, asked in wanted.items():
-        if asked and find_spec(extra) is None:
-            raise UserError(f"the job asks for {extra}, which is not installed: pip install 'equigrad[{extra}]'")
+    paths = [source.path for source in (*job.data.sources, *job.data.held_out_sources)]
+    wanted = {
+        "tensorboard": ("tensorboard", job.observe.tensorboard),
+        "wandb": ("wandb", job.observe.wandb_project is not None),
+        "datasets": ("data", any(path.startswith("hf:") for path in paths)),
+        "pyarrow": ("data", any(path.endswith(".parquet") for path in paths)),
+    }
+    for package, (extra, asked) in wanted.items():
+        if asked and find_spec(package) is None:
+            raise UserError(f"the job asks for {package}, which is not installed: pip install 'equigrad[{extra}]'")
 
 
 def _check_resumable(run: Run) -> None:

@@ -81,6 +81,8 @@ CHARTS = (
 )
 STEP_KEYS = ("loss", "lr", "grad_norm", "tokens_per_second")
 EVAL_KEYS = ("held_out_loss",)
+FIGURES = ("steps", "tokens", "tokens_per_second", "mfu", "wall_seconds", "held_out_loss", "held_out_bits_per_byte")
+"""What ``summary.json`` says in numbers, as far as it is shown."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -103,10 +105,14 @@ def write_report(run_folder: Path) -> Path:
 
 def _contents(folder: Path) -> dict[str, Any]:
     """Everything the template shows."""
-    records = read_metrics(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    records = read_metrics(metrics)
+    for record in records:
+        _check_numbers(record, _LOGGED, f"{metrics}: step {record['step']}")
     steps = [r for r in records if r.get("kind") == "step"]
     evals = [r for r in records if r.get("kind") == "eval"]
     summary, sample, job = _json(folder / "summary.json"), _json(folder / "sample.json"), _toml(folder / "job.toml")
+    _check_numbers(summary, FIGURES, str(folder / "summary.json"))
     settings, known = tomllib.loads(job), {key: value for key, value in summary.items() if value is not None}
     reach = min(max(len(steps) // 50, 1), 500)
     tables = {"steps": _table(steps, STEP_KEYS, reach), "evals": _table(evals, EVAL_KEYS)}
@@ -122,6 +128,17 @@ def _contents(folder: Path) -> dict[str, Any]:
         "job": job,
         "sample": {key: visible(str(text)) for key, text in sample.items()},
     }
+
+
+_LOGGED = (*STEP_KEYS, *EVAL_KEYS, "held_out_bits_per_byte", "total_tokens", "elapsed", "mfu")
+
+
+def _check_numbers(values: dict[str, Any], keys: Sequence[str], where: str) -> None:
+    """``UserError`` unless each of these keys is a number, null or absent."""
+    for key in keys:
+        value = values.get(key)
+        if not isinstance(value, int | float | None):
+            raise UserError(f"{where}: {key} must be a number, not {type(value).__name__}")
 
 
 def _json(path: Path) -> dict[str, Any]:

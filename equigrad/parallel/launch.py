@@ -123,7 +123,7 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
         elif rank == 0 or not isinstance(error, SharedUserError):
             print(f"equigrad: error: {error}", file=sys.stderr)
         else:
-            time.sleep(2.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
+            time.sleep(10.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
         code = 2
     except Exception as error:
         lost = _lost_peers(error)

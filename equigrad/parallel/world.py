@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from equigrad.config.layout import Layout
 from equigrad.errors import UserError
-from equigrad.parallel.environment import ProcessEnv, process_env
+from equigrad.parallel.environment import ProcessEnv, check_rendezvous, process_env
 from equigrad.parallel.ranks import SharedUserError, agree, gather, together
 
 
@@ -100,6 +100,7 @@ def start(layout: Layout) -> World:
     torch.set_num_threads(threads)
     if env.world_size == 1:
         return World(layout, 0, 1, 0, device, None)
+    check_rendezvous()
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

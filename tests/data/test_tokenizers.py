@@ -17,6 +17,7 @@ from equigrad.data.chat import CHATML
 from equigrad.data.tokenizers import Tokenizer, byte_tokenizer, read_tokenizer, train_bpe
 from equigrad.errors import UserError
 from tests.data.conftest import CORPUS
+from tests.jobs import full_disk
 
 BYTES = byte_tokenizer()
 
@@ -190,3 +191,13 @@ def test_what_is_wrong_with_a_tokenizer_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
         read_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_written_in_full_leaves_the_old_one(bpe: Tokenizer, tmp_path: Path) -> None:
+    BYTES.save(tmp_path)
+    with full_disk(5_000), pytest.raises(OSError, match="File too large"):
+        bpe.save(tmp_path)
+    assert read_tokenizer(tmp_path).digest == BYTES.digest
+    bpe.save(tmp_path)
+    assert read_tokenizer(tmp_path).digest == bpe.digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
