@@ -126,6 +126,14 @@ class Run:
         """Create the folder and write the resolved job, atomically."""
         write_text(self.job_file, dump_toml(job))
 
+    def read_summary(self) -> dict[str, Any]:
+        """``summary.json``. ``UserError`` where it cannot be read."""
+        try:
+            summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.summary} cannot be read: {error}; remove it to have it made again") from None
+        return summary
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, atomically."""
         write_json(self.summary, summary)

@@ -5,7 +5,7 @@ Parameter names are the same on both sides. Knows nothing of how a model compute
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +115,15 @@ def _fill(placed: Placed, stored: Any, path: Path) -> None:
 
 
 def write_huggingface(
-    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_bytes: int,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write ``config.json`` and the weights as they are, in files of at most ``shard_bytes`` (one tensor at least).
+
+    ``stop_ids`` end a generated text: they go into ``generation_config.json``.
 
     Everything is written beside the folder and moved into place at the end. ``UserError`` where that fails.
     """
@@ -127,7 +133,8 @@ def write_huggingface(
         aside.mkdir(parents=True)
         _write_shards(aside, tensors, shard_bytes)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        special = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        special = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": list(stop_ids)}
+        special = {k: v for k, v in special.items() if v not in (None, [])}
         (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         for file in aside.iterdir():

@@ -77,9 +77,10 @@ def export_main(arguments: argparse.Namespace) -> int:
     dtype = next(iter(dtypes.values()))
     tokenizer = own_tokenizer(weights) if weights.tokenizer and Path(weights.tokenizer).exists() else None
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
+    stop = sorted({tokenizer.eos_id} | tokenizer.turn_ends()) if tokenizer else []
     config = to_huggingface(weights.model, bos, eos, dtype)
     tensors = ((name, t.to(getattr(torch, dtypes[name]))) for name, t in model_tensors(weights, names))
-    write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20)
+    write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20, stop)
     if tokenizer is not None:
         with writing(folder):
             tokenizer.save(folder)

@@ -51,6 +51,11 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     _give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
+    if world.sum([float(world.is_main and trainer.step == job.train.steps and run.summary.exists())])[0]:
+        trainer.checkpointer.close()
+        if world.is_main:
+            _tell(run, job)
+        return
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
     progress = _progress(trainer, run, peak) if peak is not None else None
     with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
@@ -91,6 +96,11 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
         if not (run.tokenizer / "tokenizer.json").exists():
             with writing(run.tokenizer):
                 made[1].save(run.tokenizer)
+        asked, got = job.data.tokenizer, made[1].vocab_size
+        if asked.kind == "bpe" and asked.path is None and got < asked.vocab_size:
+            print(
+                f"tokenizer: {got:,} tokens of the {asked.vocab_size:,} asked for; the text has no more pairs to merge"
+            )
         for stats in made[2].stats:
             print(_line(stats))
         return made
@@ -205,7 +215,7 @@ class _Recorder(Observer):
 
 
 def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluation | None) -> None:
-    """Sample, digest, summary and report of a finished run."""
+    """Leave sample, digest, summary and report of a finished run."""
     job, counters = trainer.job, trainer.counters
     sample = _sample(trainer, tokenizer)
     parameter_digest = digest(trainer.parameters)
@@ -228,12 +238,20 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
     }
     if held_out is not None:
         summary |= {k: v for k, v in held_out.record().items() if k.startswith("held_out")}
+        summary |= {"held_out_tokens": held_out.tokens, "held_out_bytes": held_out.bytes}
     run.write_summary(summary)
-    print(f"done: {trainer.step} steps, {counters['tokens']:,} tokens in {duration(seconds)}")
-    if held_out is not None:
-        print(f"held-out text: {held_out.bits_per_byte:.3f} bits per byte, loss {held_out.loss:.4f} per token"
-              f" ({held_out.tokens:,} tokens in the loss, {held_out.bytes:,} bytes)")  # fmt: skip
-    print(f"parameter digest {parameter_digest}")
+    _tell(run, job)
+
+
+def _tell(run: Run, job: Job) -> None:
+    """What a finished run's summary says, and its report."""
+    summary = run.read_summary()
+    print(f"done: {summary['steps']} steps, {summary['tokens']:,} tokens in {duration(summary['wall_seconds'])}")
+    if summary["held_out_loss"] is not None:
+        bits, loss = summary["held_out_bits_per_byte"], summary["held_out_loss"]
+        print(f"held-out text: {bits:.3f} bits per byte, loss {loss:.4f} per token"
+              f" ({summary['held_out_tokens']:,} tokens in the loss, {summary['held_out_bytes']:,} bytes)")  # fmt: skip
+    print(f"parameter digest {summary['parameter_digest']}")
     if job.observe.report:
         from equigrad.observe.report import write_report
 

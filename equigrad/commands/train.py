@@ -108,7 +108,7 @@ def _dry_run(job: Job) -> int:
     print(f"# operations        {flops_per_token(job.model, job.data.context / 2):.3g} per token, forward and backward")
     print(f"# processes         {job.layout.describe()}")
     parts = {n: getattr(memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "logits")}
-    print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated: "
+    print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated, tensors alone: "
           + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items()))  # fmt: skip
     return 0
 

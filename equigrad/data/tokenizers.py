@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Engine
 
 from equigrad.data.chat import CHATML, ChatTemplate
@@ -123,6 +123,12 @@ class Tokenizer:
             aside.write_text(text, encoding="utf-8")
             aside.replace(folder / name)
 
+    def beginning_texts(self) -> "Tokenizer":
+        """The same, so set that ``transformers`` begins a text as models here learn it: with begin-of-text."""
+        begin = [(self.bos_token, self.bos_id)]
+        self._engine.post_processor = processors.TemplateProcessing(single=f"{self.bos_token} $A", special_tokens=begin)
+        return self
+
     def replaced(
         self, bos_token: str | None = None, eos_token: str | None = None, chat_template: str | None = None
     ) -> "Tokenizer":
@@ -141,7 +147,7 @@ def byte_tokenizer() -> Tokenizer:
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.decoder = decoders.ByteLevel()
     engine.add_special_tokens([END_OF_TEXT])
-    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT)
+    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT).beginning_texts()
 
 
 def _byte_characters() -> list[str]:
@@ -172,7 +178,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
-    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT)
+    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT).beginning_texts()
 
 
 def read_tokenizer(path: Path, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:

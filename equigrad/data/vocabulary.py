@@ -23,7 +23,8 @@ def build_tokenizer(data: Data, folder: Path) -> Tokenizer:
         tokenizer = byte_tokenizer()
     else:
         tokenizer = train_bpe(training_texts(data), config.vocab_size)
-    return tokenizer.replaced(config.bos_token, config.eos_token, _template(config.chat_template))
+    tokenizer = tokenizer.replaced(config.bos_token, config.eos_token, _template(config.chat_template))
+    return tokenizer if config.path is not None else tokenizer.beginning_texts()
 
 
 def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:

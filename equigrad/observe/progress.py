@@ -83,6 +83,7 @@ class Progress(ABC):
             self._show()
         else:
             self._held_out, self._evaluating = (record["held_out_loss"], record["step"]), False
+            self._done[-1] = (self._step, self._clock())  # the time to the end is counted down from here
             self._show_held_out()
 
     def evaluating(self) -> None:

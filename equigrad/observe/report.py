@@ -7,7 +7,6 @@ run has finished), ``job.toml`` and ``sample.json`` ({"prompt": ..., "text": wha
 import json
 import math
 import os
-import statistics
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,8 +206,9 @@ def _figures(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -
         "held_out_bits_per_byte": evaluated.get("held_out_bits_per_byte"),
     }
     for key in ("tokens_per_second", "mfu"):
-        values = [r[key] for r in steps if is_finite(r.get(key))]
-        known[key] = statistics.median(values) if values else None
+        # Over the time of the steps, as the summary counts tokens per second, so that the two go together.
+        told = [(r[key], r.get("step_seconds") or 1.0) for r in steps if is_finite(r.get(key))]
+        known[key] = sum(v * s for v, s in told) / sum(s for _, s in told) if told else None
     return known
 
 

@@ -100,7 +100,7 @@ def test_saved_tokenizers_load_here_and_in_transformers(kind: str, bpe: Tokenize
     assert (reference.bos_token_id, reference.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     for text, ids in zip(CORPUS, tokenizer.encode_batch(CORPUS), strict=True):
         ordinary = text.replace("<|endoftext|>", "")
-        assert reference(ordinary)["input_ids"] == tokenizer.encode_batch([ordinary])[0].tolist()
+        assert reference(ordinary)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode_batch([ordinary])[0].tolist()]
         assert reference.decode(ids) == text
     messages = [{"role": "user", "content": "Hi"}]
     assert reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith("assistant\n")
