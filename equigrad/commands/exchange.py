@@ -27,6 +27,7 @@ def import_main(arguments: argparse.Namespace) -> int:
     if weights.checkpoint is not None:
         raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
     run.check_free()
+    held = run.lock()
     run.clear()
     specs = parameter_specs(weights.model)
     parameters = place_all((name, torch.empty(spec.shape)) for name, spec in specs.items())
@@ -43,6 +44,7 @@ def import_main(arguments: argparse.Namespace) -> int:
     saver.close()
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in run.folder.resolve().name).strip("._-") or "model"
     run.write_job(Job(name=name, train=Train(steps=0), data=data, model=weights.model))
+    held.close()
     print(f"{run.folder}: {parameter_count(weights.model):,} parameters imported from {weights.folder}")
     if tokenizer is None:
         print("no tokenizer.json there, so none was imported")
