@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from equigrad.data.chat import CHATML
-from equigrad.data.tokenizers import Tokenizer, byte_tokenizer, read_tokenizer, train_bpe
+from equigrad.data.tokenizers import Tokenizer, _without_long_words, byte_tokenizer, read_tokenizer, train_bpe
 from equigrad.errors import UserError
 from tests.data.conftest import CORPUS
 
@@ -190,3 +190,10 @@ def test_what_is_wrong_with_a_tokenizer_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
         read_tokenizer(tmp_path)
+
+
+def test_cutting_long_words_loses_nothing_and_leaves_other_text_alone() -> None:
+    words = "a b" + "x" * 1024 + "\n" + "y" * 2049 + " " * 3000 + "z"
+    assert [*_without_long_words("a short text\n" * 999)] == ["a short text\n" * 999]
+    assert "".join(_without_long_words(words)) == words
+    assert max(len(word) for part in _without_long_words(words) for word in part.split()) == 1024
