@@ -79,7 +79,9 @@ def _choose(logits: Tensor, temperature: float, top_p: float, streams: Sequence[
     """One token id per row of ``logits`` [sequences, V]."""
     if temperature == 0:
         return logits.argmax(-1).tolist()
-    probabilities, order = torch.softmax(logits.double() / temperature, -1).sort(dim=-1, descending=True, stable=True)
+    # Less the maximum first: divided by a tiny temperature the logits themselves would overflow.
+    scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature
+    probabilities, order = torch.softmax(scaled, -1).sort(dim=-1, descending=True, stable=True)
     cumulative = probabilities.cumsum(-1)
     mass = probabilities.masked_fill_(cumulative - probabilities >= top_p, 0.0).sum(-1, keepdim=True)
     counter = torch.tensor(position, dtype=torch.int64)
