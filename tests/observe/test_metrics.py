@@ -203,5 +203,5 @@ def test_a_full_disk_is_told_when_the_log_is_closed_as_well(tmp_path: Path) -> N
     log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
     with pytest.raises(OSError, match="No space"):
         log.log({"kind": "step", "step": 1})
-    with pytest.raises(UserError, match="cannot write .*metrics.jsonl: No space"):
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space"):
         log.close()
