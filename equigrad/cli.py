@@ -72,6 +72,9 @@ def _dispatch(command: str, words: list[str]) -> int:
         return 0
     words, overrides = split_overrides(words) if command in ("train", "eval") else (words, [])
     arguments = parser.parse_args(words)
+    for word in [*overrides, *(getattr(arguments, "prompt", None) or [])]:
+        if any("\ud800" <= character <= "\udfff" for character in word):  # how Python holds bytes that are no text
+            raise UserError(f"{word!a} is not UTF-8")
     if command == "train":
         from equigrad.commands import train
 

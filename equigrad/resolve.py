@@ -40,7 +40,8 @@ def find_weights(path: str | Path) -> Weights:
         if checkpoint is None:
             raise UserError(f"{folder} is a run without a checkpoint yet")
     elif (folder / "manifest.json").exists():
-        run, checkpoint = Run(folder.parent.parent), folder
+        checkpoint = folder.resolve()  # `.` and links have no parents to go by
+        run = Run(checkpoint.parent.parent)
     else:
         raise UserError(
             f"{folder} has neither config.json (a model), job.toml (a run) nor manifest.json (a checkpoint)"

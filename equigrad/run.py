@@ -84,7 +84,8 @@ class Run:
         """Whether there is more than what a start that failed leaves behind."""
         names = {p.name for p in self.folder.iterdir()}
         saved = any((self.folder / "checkpoints").glob("step-*"))
-        return saved or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
+        ours = not names or _LOCK in names  # a start locks the folder first: without a lock, all in it is the user's
+        return saved or not ours or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
 
     def clear(self) -> None:
         """Take away what a start that failed left behind."""

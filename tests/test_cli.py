@@ -196,3 +196,11 @@ def test_a_single_process_starts_without_the_slow_parts_of_torch() -> None:
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "run", "--prompt", "\udcff"], ["train", "--data.sources", "\udcff.txt"]]
+)
+def test_words_that_are_not_text_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "is not UTF-8" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
 
     def create() -> tuple[Job, Tokenizer, Stream]:
         if not resume:
-            run.check_free()  # again: before the lock was held, another process may have come first
+            run.check_free()  # again, under the lock: another start may have been faster, and must not be cleared away
             run.clear()
         made = make()
         if not (run.tokenizer / "tokenizer.json").exists():

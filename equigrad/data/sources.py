@@ -298,7 +298,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 def _read_parquet(file: Path) -> Iterator[_Record]:
     pyarrow, parquet = _extra("pyarrow"), _extra("pyarrow.parquet")
-    with _reading(file, pyarrow.ArrowException):
+    # A string column may hold bytes that are not UTF-8, a date one that Python cannot tell: found out value by value.
+    with _reading(file, pyarrow.ArrowException, ValueError, OverflowError):
         rows = (row for batch in parquet.ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
         yield from (_Record(f"{file}: row {number}", row) for number, row in enumerate(rows, 1))
 

@@ -80,13 +80,18 @@ class MetricsLog:
         aside = path.with_name(f"{path.name}.tmp")
         aside.write_text("".join(map(_to_line, kept)), encoding="utf-8")
         os.replace(aside, path)
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: one write per line
 
     def log(self, record: Record) -> None:
         self._file.write(_to_line(record))
 
     def close(self) -> None:
-        self._file.close()
+        """``UserError`` where a line that could not be written (the disk is full) still cannot be."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -143,3 +143,26 @@ def test_a_model_without_a_tokenizer_cannot_read_text(bad: Bad, model: Path) -> 
 
 def test_an_evaluation_of_nothing_is_refused(bad: Bad, model: Path) -> None:
     assert "nothing is held out: data.held_out_every is 0, of 139 documents" in bad("eval", model)
+
+
+def test_a_folder_that_no_start_has_locked_keeps_what_is_in_it(bad: Bad) -> None:
+    assert main(["tokenizer", "train", "good.txt", "--vocab-size", "300", "--out", "mine/tokenizer"]) == 0
+    own = job(data__tokenizer={"kind": "file", "path": "mine/tokenizer"}, model__vocab_size=300)
+    assert "is not an empty folder" in bad("train", own, "--run", "mine")
+    assert Path("mine/tokenizer/tokenizer.json").exists()
+
+
+def test_a_start_that_was_overtaken_clears_nothing_away(bad: Bad, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([None])  # the first look finds the folder empty, the one under the lock finds the other's run
+    look = Run.check_free
+    monkeypatch.setattr(Run, "check_free", lambda self: next(free, 0) is None or look(self))
+    assert "already holds a run" in bad("train", job(), "--run", run)
+    assert (run / "checkpoints" / "step-00000002" / "manifest.json").exists()
+
+
+def test_a_checkpoint_is_found_from_within_and_through_a_link(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = run.absolute() / "checkpoints" / "step-00000002"
+    Path("latest").symlink_to(checkpoint)
+    assert main(["info", "latest"]) == 0
+    monkeypatch.chdir(checkpoint)
+    assert main(["generate", ".", "--max-tokens", "1"]) == 0

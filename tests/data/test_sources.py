@@ -191,6 +191,18 @@ def test_a_bad_file_is_told_by_place_and_fault(fault: str, tmp_path: Path) -> No
     assert str(raised.value).startswith(str(file))
 
 
+@pytest.mark.parametrize("fault", ["text that is not UTF-8", "a date past the year 9999"])
+def test_a_parquet_value_that_python_cannot_hold_is_told(fault: str, tmp_path: Path) -> None:
+    column = (
+        pa.array([b"good", b"\xff"]).view(pa.string())
+        if "UTF-8" in fault
+        else pa.array([1, 10**18]).cast("timestamp[us]")
+    )
+    pq.write_table(pa.table({"text": ["a", "b"], "other": column}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet is damaged or cannot be read"):
+        texts(tmp_path / "bad.parquet")
+
+
 def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:
     for path, message in [
         (tmp_path / "a.jsonl", "no such file"),

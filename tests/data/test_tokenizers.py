@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from equigrad.data.chat import CHATML
-from equigrad.data.tokenizers import Tokenizer, byte_tokenizer, read_tokenizer, train_bpe
+from equigrad.data.tokenizers import Tokenizer, _without_long_words, byte_tokenizer, read_tokenizer, train_bpe
 from equigrad.errors import UserError
 from tests.data.conftest import CORPUS
 from tests.jobs import full_disk
@@ -201,3 +201,10 @@ def test_a_tokenizer_that_cannot_be_written_in_full_leaves_the_old_one(bpe: Toke
     bpe.save(tmp_path)
     assert read_tokenizer(tmp_path).digest == bpe.digest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_cutting_long_words_loses_nothing_and_leaves_other_text_alone() -> None:
+    words = "a b" + "x" * 1024 + "\n" + "y" * 2049 + " " * 3000 + "z"
+    assert [*_without_long_words("a short text\n" * 999)] == ["a short text\n" * 999]
+    assert "".join(_without_long_words(words)) == words
+    assert max(len(word) for part in _without_long_words(words) for word in part.split()) == 1024
