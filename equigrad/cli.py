@@ -34,6 +34,8 @@ without a job file the embedded quickstart is the job, and it sets some of them.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):  # what a terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     if words[:1] == ["--"]:  # `torchrun -m equigrad -- train ...`: some versions of argparse pass it on
         words = words[1:]
     if not words or words[0] in ("-h", "--help", "help"):

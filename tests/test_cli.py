@@ -204,3 +204,12 @@ def test_a_single_process_starts_without_the_slow_parts_of_torch() -> None:
 def test_words_that_are_not_text_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_terminal_that_knows_ascii_only_shows_what_it_can() -> None:
+    program = "import equigrad.cli; equigrad.cli.main(['--version']); print('\\u2013 \\U0001f40b')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment({"PYTHONIOENCODING": "ascii"})
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\u2013" in done.stdout
