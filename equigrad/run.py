@@ -18,7 +18,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +27,7 @@ from pydantic import BaseModel
 from equigrad.config import Job, dump_toml
 from equigrad.config.load import make_job, override_value, parse_overrides, read_toml, set_key
 from equigrad.errors import UserError
+from equigrad.files import write_json, write_text, writing
 
 # What a resumed run may not change: the meaning of its state.
 _FIXED = ("seed", "model", "data")
@@ -138,30 +138,6 @@ class Run:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, atomically."""
         write_json(self.summary, summary)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What goes wrong with a file or folder while it is written (a full disk, say) is a ``UserError``."""
-    try:
-        yield
-    except OSError as error:
-        at = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
-        raise UserError(f"cannot write {path}: {error.strerror or error}{at}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file in one piece: aside, then renamed. ``UserError`` where the folder cannot be written."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one piece."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def resumed_job(run: Run, path: Path | None, overrides: Sequence[str]) -> Job:

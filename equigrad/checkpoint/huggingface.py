@@ -7,24 +7,22 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from equigrad.checkpoint.state import load, read_tensors
+from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
 from equigrad.parallel.placement import Placed
-
-if TYPE_CHECKING:
-    from equigrad.resolve import Weights
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def load_weights(weights: "Weights", parameters: Mapping[str, Placed]) -> None:
+def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
     """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it.
 
     Raises ``UserError`` for damaged files and for names or shapes that are not the model's.
@@ -80,7 +78,7 @@ def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[st
             yield name, file.get_tensor(name)
 
 
-def model_tensors(weights: "Weights", names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(weights: Weights, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters of any kind of source, one by one."""
     if weights.checkpoint is not None:
         return read_tensors(weights.checkpoint)

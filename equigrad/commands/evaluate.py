@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job, load_job
 from equigrad.config.load import make_job, override_value, parse_overrides, set_key
 from equigrad.errors import UserError
+from equigrad.files import write_json
 from equigrad.parallel.environment import process_env
-from equigrad.resolve import Weights, check_context, find_weights
-from equigrad.run import write_json
+from equigrad.resolve import check_context, find_weights
 
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -3,14 +3,16 @@
 import argparse
 from pathlib import Path
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
 from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
+from equigrad.files import writing
 from equigrad.models.huggingface import to_huggingface
 from equigrad.models.specs import parameter_count, parameter_specs
-from equigrad.resolve import Weights, find_weights
-from equigrad.run import Run, writing
+from equigrad.resolve import find_weights
+from equigrad.run import Run
 
 
 def import_main(arguments: argparse.Namespace) -> int:

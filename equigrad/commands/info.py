@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
+from equigrad.files import write_json, writing
 from equigrad.models.specs import parameter_count, parameter_specs
-from equigrad.resolve import Weights, find_weights
-from equigrad.run import Run, write_json, writing
+from equigrad.resolve import find_weights
+from equigrad.run import Run
 
 
 def main(arguments: argparse.Namespace) -> int:

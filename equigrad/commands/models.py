@@ -4,6 +4,7 @@ from pathlib import Path
 
 from equigrad.build import build_model
 from equigrad.checkpoint.huggingface import load_weights
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
 from equigrad.config.data import Data
 from equigrad.config.model import Model
@@ -12,7 +13,6 @@ from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
 from equigrad.parallel.placement import place_all
 from equigrad.parallel.world import World
-from equigrad.resolve import Weights
 from equigrad.run import Run
 
 

@@ -16,6 +16,8 @@ from equigrad.data.stream import Batch, Stream
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.evaluation import Evaluation
+from equigrad.files import write_json, writing
+from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
 from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
@@ -25,9 +27,9 @@ from equigrad.observe.progress import Progress, open_progress
 from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
-from equigrad.parallel.world import World, keep_freed_memory, start
+from equigrad.parallel.world import World, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
-from equigrad.run import Run, write_json, writing
+from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
 

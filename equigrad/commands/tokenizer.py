@@ -6,7 +6,7 @@ from pathlib import Path
 from equigrad.config.data import Data, Source, TokenizerConfig
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.errors import UserError
-from equigrad.run import writing
+from equigrad.files import writing
 
 
 def main(arguments: argparse.Namespace) -> int:

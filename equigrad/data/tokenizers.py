@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Engine
 
 from equigrad.data.chat import CHATML, ChatTemplate
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -125,9 +126,8 @@ class Tokenizer:
             "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
             "tokenizer.json": self._engine.to_str(pretty=True),
         }.items():
-            aside = folder / f".{name}.tmp"
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(folder / name)
+            with in_one_piece(folder / name) as aside:
+                aside.write_text(text, encoding="utf-8")
 
     def beginning_texts(self) -> "Tokenizer":
         """The same, so set that ``transformers`` begins a text as models here learn it: with begin-of-text."""

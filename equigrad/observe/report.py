@@ -6,7 +6,6 @@ run has finished), ``job.toml`` and ``sample.json`` ({"prompt": ..., "text": wha
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 from equigrad.observe.charts import (
     Axis,
     Value,
@@ -96,9 +96,8 @@ def write_report(run_folder: Path) -> Path:
     template = files("equigrad.observe").joinpath("report_template.html").read_text(encoding="utf-8")
     html = page.from_string(template).render(_contents(run_folder))
     path = run_folder / "report.html"
-    aside = run_folder / "report.html.tmp"
-    aside.write_text(html, encoding="utf-8", errors="backslashreplace")  # a model may emit half a surrogate pair
-    os.replace(aside, path)
+    with in_one_piece(path) as aside:
+        aside.write_text(html, encoding="utf-8", errors="backslashreplace")  # a model may emit half a surrogate pair
     return path
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 from equigrad.parallel.stop import STOP_SIGNALS
 
 _FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
@@ -149,9 +150,8 @@ def _end_with(parent: int) -> None:
 
 def _report(folder: Path, rank: int, text: str, user_error: bool, lost_peers: bool) -> None:
     record = {"rank": rank, "time": time.time(), "text": text, "user_error": user_error, "lost_peers": lost_peers}
-    aside = folder / f".report-{rank}"
-    aside.write_text(json.dumps(record))
-    aside.rename(folder / f"report-{rank}.json")
+    with in_one_piece(folder / f"report-{rank}.json") as aside:
+        aside.write_text(json.dumps(record))
 
 
 def _lost_peers(error: Exception) -> bool:
