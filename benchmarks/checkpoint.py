@@ -21,8 +21,9 @@ from equigrad.config import load_job  # noqa: E402
 from equigrad.config.checkpoint import Checkpoint  # noqa: E402
 from equigrad.data.stream import Stream  # noqa: E402
 from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
-from equigrad.parallel.launch import StopRequest  # noqa: E402
-from equigrad.parallel.world import keep_freed_memory, start  # noqa: E402
+from equigrad.memory.allocator import keep_freed_memory  # noqa: E402
+from equigrad.parallel.stop import StopRequest  # noqa: E402
+from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 
 PRESET = Path(__file__).parent.parent / "configs" / "15m.toml"

@@ -40,7 +40,7 @@ from equigrad.data.stream import Stream  # noqa: E402
 from equigrad.data.tokenizers import Tokenizer  # noqa: E402
 from equigrad.data.vocabulary import build_tokenizer  # noqa: E402
 from equigrad.models.huggingface import to_huggingface  # noqa: E402
-from equigrad.parallel.launch import StopRequest  # noqa: E402
+from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 

@@ -29,7 +29,7 @@ from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
 from equigrad.models.huggingface import to_huggingface  # noqa: E402
 from equigrad.models.specs import flops_per_token, parameter_count  # noqa: E402
 from equigrad.numerics.row import Row  # noqa: E402
-from equigrad.parallel.launch import StopRequest  # noqa: E402
+from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.parallel.world import start  # noqa: E402
 from equigrad.rows import row_tensors  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402

@@ -26,13 +26,16 @@ usage: equigrad COMMAND ...
 
 `equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else."""
 
-_KEYS = """Every key of a job, to be set in its file or as an override. Defaults are those of a job file that leaves the
-key out; without a job file the embedded quickstart is the job, and it sets some of them."""
+_KEYS = """\
+Every key of a job, to be set in its file or as an override. Defaults are those of a job file that leaves the key out;
+without a job file the embedded quickstart is the job, and it sets some of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if hasattr(sys.stdout, "reconfigure"):  # what a terminal cannot show must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     if words[:1] == ["--"]:  # `torchrun -m equigrad -- train ...`: some versions of argparse pass it on
         words = words[1:]
     if not words or words[0] in ("-h", "--help", "help"):
@@ -61,12 +64,19 @@ def _dispatch(command: str, words: list[str]) -> int:
         raise UserError(f"unknown command {command!r}{hint}")
     parser = _parser(command)
     if command == "train" and {"-h", "--help"} & set(words):
+        from shutil import get_terminal_size
+        from textwrap import fill
+
         from equigrad.config.load import help_text
 
-        print(f"{parser.format_help()}\n{_KEYS}\n\n{help_text()}")
+        width = get_terminal_size().columns - 2  # as argparse does
+        print(f"{parser.format_help()}\n{fill(_KEYS, width)}\n\n{help_text(width)}")
         return 0
     words, overrides = split_overrides(words) if command in ("train", "eval") else (words, [])
     arguments = parser.parse_args(words)
+    for word in [*overrides, *(getattr(arguments, "prompt", None) or [])]:
+        if any("\ud800" <= character <= "\udfff" for character in word):  # how Python holds bytes that are no text
+            raise UserError(f"{word!a} is not UTF-8")
     if command == "train":
         from equigrad.commands import train
 
@@ -131,6 +141,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("model", help="run, checkpoint or Hugging Face folder")
         add("--job", metavar="FILE", help="TOML file whose data is evaluated; by default the run's own job")
         add("--json", metavar="FILE", help="write the result there as well")
+        parser.epilog = (
+            "Keys of the job can be overridden: --data.held_out_sources FILE adds text to evaluate,"
+            " --data.held_out_every 0 leaves the held-out documents of data.sources out, --layout.dp_shard N uses N"
+            " processes. `equigrad train --help` lists every key."
+        )
     elif command == "generate":
         add("model", help="run, checkpoint or Hugging Face folder")
         add("--prompt", action="append", help="text to continue; may be given several times")

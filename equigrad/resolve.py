@@ -3,25 +3,14 @@
 Torch-free, so that ``--dry-run`` answers at once.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
-from equigrad.config.model import Model
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import read_config
 from equigrad.run import Run
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Where weights come from: a Hugging Face folder, or a checkpoint of a run of ours."""
-
-    folder: Path
-    model: Model
-    tokenizer: Path | None
-    checkpoint: Path | None
 
 
 def find_weights(path: str | Path) -> Weights:
@@ -40,7 +29,8 @@ def find_weights(path: str | Path) -> Weights:
         if checkpoint is None:
             raise UserError(f"{folder} is a run without a checkpoint yet")
     elif (folder / "manifest.json").exists():
-        run, checkpoint = Run(folder.parent.parent), folder
+        checkpoint = folder.resolve()  # `.` and links have no parents to go by
+        run = Run(checkpoint.parent.parent)
     else:
         raise UserError(
             f"{folder} has neither config.json (a model), job.toml (a run) nor manifest.json (a checkpoint)"

@@ -10,7 +10,7 @@ from torch import Tensor
 from equigrad.config.model import Model
 from equigrad.data.samples import SampleRef
 from equigrad.data.stream import Stream
-from equigrad.models.specs import flops_per_token
+from equigrad.models.specs import token_flops
 from equigrad.numerics.row import Row
 from equigrad.parallel.world import World
 from equigrad.schedule.packing import Schedule, plan
@@ -36,7 +36,8 @@ def schedule_samples(
 ) -> Schedule:
     """The schedule of these samples, balanced by the operations each of them costs."""
     lengths = [s.length for s in samples]
-    cost = {n: n * flops_per_token(model, (n + 1) / 2) for n in set(lengths)}
+    flops = token_flops(model)
+    cost = {n: n * flops((n + 1) / 2) for n in set(lengths)}
     return plan(lengths, [cost[n] for n in lengths], lanes, row_tokens, packing)  # type: ignore[arg-type]
 
 

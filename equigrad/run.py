@@ -11,12 +11,13 @@
 A run is never overwritten by accident. Torch-free.
 """
 
+import errno
 import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,7 @@ from pydantic import BaseModel
 from equigrad.config import Job, dump_toml
 from equigrad.config.load import make_job, override_value, parse_overrides, read_toml, set_key
 from equigrad.errors import UserError
+from equigrad.files import write_json, write_text, writing
 
 # What a resumed run may not change: the meaning of its state.
 _FIXED = ("seed", "model", "data")
@@ -82,7 +84,8 @@ class Run:
         """Whether there is more than what a start that failed leaves behind."""
         names = {p.name for p in self.folder.iterdir()}
         saved = any((self.folder / "checkpoints").glob("step-*"))
-        return saved or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
+        ours = not names or _LOCK in names  # a start locks the folder first: without a lock, all in it is the user's
+        return saved or not ours or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
 
     def clear(self) -> None:
         """Take away what a start that failed left behind."""
@@ -101,7 +104,11 @@ class Run:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:
             pass  # no such locks on this system
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                why = f"{self.folder} cannot be locked ({error.strerror})"
+                print(f"note: {why}; nothing keeps a second process out of it", file=sys.stderr)
+                return held
             held.seek(0)
             owner = held.read().strip()
             held.close()
@@ -120,33 +127,17 @@ class Run:
         """Create the folder and write the resolved job, atomically."""
         write_text(self.job_file, dump_toml(job))
 
+    def read_summary(self) -> dict[str, Any]:
+        """``summary.json``. ``UserError`` where it cannot be read."""
+        try:
+            summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.summary} cannot be read: {error}; remove it to have it made again") from None
+        return summary
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, atomically."""
         write_json(self.summary, summary)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What goes wrong with a file or folder while it is written (a full disk, say) is a ``UserError``."""
-    try:
-        yield
-    except OSError as error:
-        at = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
-        raise UserError(f"cannot write {path}: {error.strerror or error}{at}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file in one piece: aside, then renamed. ``UserError`` where the folder cannot be written."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.tmp")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one piece."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def resumed_job(run: Run, path: Path | None, overrides: Sequence[str]) -> Job:

@@ -12,16 +12,16 @@ from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
-from equigrad.errors import UserError
 from equigrad.evaluation import Evaluation, evaluate
 from equigrad.objectives.language_model import language_model
 from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.placement import Placed, local_part
+from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.sharding import add_up, reduce_gradients
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.rows import row_tensors, schedule_samples
 from equigrad.schedule.packing import Schedule
@@ -56,11 +56,12 @@ class Trainer:
                 seconds = time.perf_counter() - began
                 self.counters["step_seconds"] += seconds
                 observer.step(record | {"step_seconds": seconds}, batch)
-                if job.train.eval_every and self.step % job.train.eval_every == 0 and self.step < job.train.steps:
-                    observer.evaluation(self.step, self.evaluate(job.train.eval_tokens))
                 if job.checkpoint.every and self.step % job.checkpoint.every == 0:
                     self.save()
                     saved = self.step
+                last = stopped or self.step >= job.train.steps
+                if job.train.eval_every and self.step % job.train.eval_every == 0 and not last:
+                    self.evaluate(observer, job.train.eval_tokens)
             if saved != self.step:
                 self.save()
         self.counters["wall_seconds"] += time.perf_counter() - mark
@@ -124,21 +125,26 @@ class Trainer:
             return
         what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}"
         if job.train.non_finite == "stop":
-            raise UserError(
+            raise SharedUserError(
                 f"{what}: not finite, nothing was changed, checkpoints least of all."
                 ' Lower optim.lr, look at the data, or leave such steps out with train.non_finite = "skip"'
             )
         self.counters["skipped"] += 1
         self.counters["skipped_in_a_row"] += 1
         if self.counters["skipped_in_a_row"] > job.train.max_skips:
-            raise UserError(
+            raise SharedUserError(
                 f"{what}: not finite, more than train.max_skips = {job.train.max_skips} in a row; the run stops"
             )
 
-    def evaluate(self, max_tokens: int | None = None) -> Evaluation | None:
+    def evaluate(self, observer: "Observer", max_tokens: int | None = None) -> Evaluation | None:
         """Held-out loss; None where nothing is held out."""
         held_out = self.stream.held_out(max_tokens)
-        return evaluate(self.model, self.stream, held_out, self.job, self.world) if held_out.samples else None
+        if not held_out.samples:
+            return None
+        observer.evaluating()
+        result = evaluate(self.model, self.stream, held_out, self.job, self.world)
+        observer.evaluation(self.step, result)
+        return result
 
     def state(self) -> dict[str, Placed]:
         """Every tensor of the run, under the names that checkpoints use."""
@@ -157,7 +163,7 @@ class Trainer:
         meta = manifest.meta
         self.step, self.counters = meta["step"], meta["counters"]
         self.optimizer.updates = meta["updates"]
-        self.stream.seek(meta["cursor"])
+        self.world.run_where(True, lambda: self.stream.seek(meta["cursor"]))
         if len(manifest.rank_meta) == self.world.size:  # on another layout the generators start anew
             set_rng_state(manifest.rank_meta[self.world.rank]["rng"])
 
@@ -168,5 +174,8 @@ class Observer:
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         """After every step, on every rank."""
 
-    def evaluation(self, step: int, result: Evaluation | None) -> None:
+    def evaluating(self) -> None:
+        """Before every evaluation, on every rank."""
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
         """After every evaluation, on every rank."""

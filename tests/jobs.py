@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from equigrad.config import Job
 from equigrad.config.load import make_job
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
-from equigrad.parallel.launch import StopRequest
 from equigrad.parallel.placement import Placed
 from equigrad.parallel.ranks import gather
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, make_mesh
 from equigrad.trainer import Observer, Trainer
 
@@ -54,7 +56,7 @@ def pool_world(job: Job) -> World:
     if layout.world_size == 1:
         return World(layout, 0, 1, 0, cpu, None)
     mesh, axes = make_mesh(layout, "cpu")
-    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, None, axes)
+    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, axes=axes)
 
 
 class Records(Observer):
@@ -125,6 +127,17 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in ranks}
     return kept | {"OMP_NUM_THREADS": "1"} | (extra or {})
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Writing fails at byte ``size`` of a file, half way through, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def write_job(job: Job, path: Path) -> Path:

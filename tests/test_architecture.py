@@ -27,14 +27,15 @@ LEVELS: list[set[str]] = [
     {"numerics"},
     {"parallel"},
     {"config"},
-    {"errors", "__init__"},
+    {"errors", "files", "__init__"},
 ]
-BESIDE = {("evaluation", "rows"), ("resolve", "run")}
+BESIDE = {("evaluation", "rows"), ("resolve", "run"), ("files", "errors")}
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
-    "cli", "run", "resolve", "schedule.packing", "models.specs", "models.huggingface", "memory.estimate",
-    "optim.schedule", "parallel.environment", "parallel.launch", "commands.train", "config.load",
+    "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
+    "models.specs", "models.huggingface", "memory.estimate",
+    "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip
@@ -58,12 +59,12 @@ def room(name: str) -> str:
 
 
 def imports(file: Path, everywhere: bool = True) -> Iterator[tuple[int, str]]:
-    """Line and full name of what a file imports; not for type checkers alone, and unless ``everywhere`` only what is
-    imported with the module."""
+    """Line and full name of what a file imports; unless ``everywhere`` only what is imported with the module, and not
+    for type checkers alone."""
 
     def visit(node: ast.AST) -> Iterator[tuple[int, str]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test) and not everywhere:
                 continue
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not everywhere:
                 continue

@@ -78,6 +78,22 @@ def test_the_help_of_train_lists_keys_with_defaults(capsys: pytest.CaptureFixtur
     assert "--run DIR" in printed
 
 
+def test_the_help_of_eval_tells_of_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    assert "--data.held_out_sources FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 150])
+def test_the_help_of_train_fits_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["train", "--help"]) == 0
+    longest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert width - 20 < longest < width
+
+
 @pytest.mark.parametrize("word", ["--version", "-V"])
 def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word]) == 0
@@ -180,3 +196,20 @@ def test_a_single_process_starts_without_the_slow_parts_of_torch() -> None:
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "run", "--prompt", "\udcff"], ["train", "--data.sources", "\udcff.txt"]]
+)
+def test_words_that_are_not_text_are_told(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_terminal_that_knows_ascii_only_shows_what_it_can() -> None:
+    program = "import equigrad.cli; equigrad.cli.main(['--version']); print('\\u2013 \\U0001f40b')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment({"PYTHONIOENCODING": "ascii"})
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\u2013" in done.stdout

@@ -157,6 +157,20 @@ def test_info_tells_the_same_digest_however_the_run_was_sharded(tmp_path: Path) 
     assert len(digests) == 1
 
 
+def test_info_prints_aligned_words_and_no_python(capsys: pytest.CaptureFixture[str]) -> None:
+    from equigrad.commands.info import _show
+
+    summary = {"held_out_bits_per_byte": 2.5, "steps": 1000}
+    _show({"finished": True, "summary": summary, "sizes": ["a", "b"], "nothing": None})
+    assert capsys.readouterr().out.splitlines() == [
+        "finished                  yes",
+        "summary",
+        "  held out bits per byte  2.5",
+        "  steps                   1,000",
+        "sizes                     a, b",
+    ]
+
+
 @pytest.mark.parametrize("damage", ["missing", "extra", "shape", "truncated", "no weights", "family"])
 def test_bad_model_folders_are_refused_with_one_message(
     tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]

@@ -5,11 +5,14 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from equigrad.checkpoint.folder import latest
+from equigrad.checkpoint.manifest import verify
 from tests.jobs import command, start_command, steps_of, summary, tiny_job, write_job
 
 SPLIT = {"optim__schedule_steps": 20, "checkpoint__every": 5, "batch__tokens": 200}
@@ -39,26 +42,51 @@ def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path, layout: dic
         assert file.read_bytes() == (parts / "checkpoints/step-00000020" / file.name).read_bytes()
 
 
-def test_kill_at_any_moment_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
-    job = tiny_job(**SPLIT | {"checkpoint__every": 1}, train__steps=20)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_in_mid_save_and_resume_gives_the_same_bits(tmp_path: Path, ranks: int) -> None:
+    """First all processes die at once, then one rank, whose launcher ends the others."""
+    job = tiny_job(**SPLIT | {"checkpoint__every": 1}, train__steps=20, layout__dp_shard=ranks)
     whole = run(job, tmp_path / "whole")
     killed = tmp_path / "killed"
     toml = write_job(job, tmp_path / "job.toml")
-    for attempt in range(3):
+    for attempt in range(2):
+        before = len(steps_of(killed)) if killed.exists() else 0
         process = start_command("train", toml, "--run", killed, *(["--resume"] if attempt else []))
-        seen = len(steps_of(killed)) if (killed / "metrics.jsonl").exists() else 0
-        while process.poll() is None and not (
-            (killed / "metrics.jsonl").exists() and len(steps_of(killed)) >= seen + 3 + attempt
-        ):
-            time.sleep(0.01)
-        process.kill()  # with a save every step, most likely in the middle of one
-        process.wait()
+        wait_for_steps(process, killed, before + 2 + attempt)
+        workers = children(process.pid) or [process.pid]
+        freeze_in_mid_save(process, workers, killed)
+        for pid in workers[-1:] if attempt else {process.pid, *workers}:
+            os.kill(pid, signal.SIGKILL)
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
     done = command("train", toml, "--run", killed, "--resume")
     assert done.returncode == 0, done.stderr
     assert steps_of(killed) == steps_of(whole)
     assert summary(killed)["parameter_digest"] == summary(whole)["parameter_digest"]
+    for file in (whole / "checkpoints/step-00000020").glob("*.safetensors"):
+        assert file.read_bytes() == (killed / "checkpoints/step-00000020" / file.name).read_bytes()
     left = [p.name for p in (killed / "checkpoints").iterdir() if not p.name.startswith("step-")]
     assert left == []
+
+
+def freeze_in_mid_save(process: subprocess.Popen, workers: list[int], folder: Path) -> None:
+    """Stop the workers at a moment when a checkpoint is only half there: frozen, they cannot end the save unseen."""
+    while process.poll() is None:
+        if saving(folder):
+            for pid in workers:
+                os.kill(pid, signal.SIGSTOP)
+            if saving(folder):
+                return
+            for pid in workers:
+                os.kill(pid, signal.SIGCONT)
+    raise AssertionError(f"the run ended before a save was seen: {process.communicate()}")
+
+
+def saving(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob(".step-*"))
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
@@ -124,6 +152,31 @@ def test_a_killed_worker_ends_the_run_within_seconds_and_is_named(tmp_path: Path
     assert "rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err
     assert not children(process.pid)
+
+
+def test_workers_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
+    folder = tmp_path / "run"
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", folder)
+    wait_for_steps(process, folder, 3)
+    workers = children(process.pid)
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while (left := [pid for pid in workers if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{steps_of(folder)[-1][0]:08d}"]
+    verify(latest(folder / "checkpoints"))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and whose parent has not yet taken note does not."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(found.strip()) and not found.startswith("Z")
 
 
 def test_a_worker_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> None:
@@ -259,3 +312,26 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, delay: float) -> N
     out, err = process.communicate(timeout=60)
     assert process.returncode in (0, -signal.SIGTERM), (out, err)
     assert "Traceback" not in err
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    job = tiny_job(train__steps=100000, layout={"dp_shard": 2, "timeout_s": 6.0})
+    process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run")
+    wait_for_steps(process, tmp_path / "run", 3)
+    workers = children(process.pid)
+    victim = next(pid for pid in workers if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=90)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 1
+    assert "rank 0 failed" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_crash_while_a_checkpoint_is_replaced_does_not_stop_the_resume(tmp_path: Path) -> None:
+    folder = run(tiny_job(train__steps=2), tmp_path / "run")
+    (folder / "checkpoints/step-00000002").rename(folder / "checkpoints/step-00000002.old")
+    done = command("train", "--run", folder, "--resume", "--train.steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert [s[0] for s in steps_of(folder)] == [1, 2, 3]

@@ -14,7 +14,7 @@ from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.optim.schedule import learning_rate
-from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.stop import StopRequest
 from tests.jobs import Records, make_trainer, pool_world, tiny_job, train, whole_parameters
 from tests.workers import Workers
 
@@ -240,3 +240,20 @@ def test_prompts_are_read_but_not_learned(tmp_path: Path) -> None:
     assert batch.loss_tokens < batch.tokens
     assert records[0]["loss"] == pytest.approx(total / batch.loss_tokens, rel=1e-5)
     assert records[0]["executed_tokens"] == batch.tokens
+
+
+def test_a_checkpoint_is_saved_before_its_evaluation_and_a_stop_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_job(train__steps=6, train__eval_every=2, checkpoint__every=2), tmp_path)
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(trainer, "save", lambda: seen.append(("save", trainer.step)))
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: seen.append(("evaluate", trainer.step)))
+    stop = StopRequest()
+
+    class StopAtFour(Records):
+        def step(self, record: dict[str, Any], batch: Any) -> None:
+            stop.asked = record["step"] == 3
+
+    trainer.run(StopAtFour(), stop)
+    assert seen == [("save", 2), ("evaluate", 2), ("save", 4)]

@@ -5,26 +5,24 @@ Parameter names are the same on both sides. Knows nothing of how a model compute
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from equigrad.checkpoint.state import load, read_tensors
+from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
 from equigrad.parallel.placement import Placed
-
-if TYPE_CHECKING:
-    from equigrad.resolve import Weights
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def load_weights(weights: "Weights", parameters: Mapping[str, Placed]) -> None:
+def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
     """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it.
 
     Raises ``UserError`` for damaged files and for names or shapes that are not the model's.
@@ -80,7 +78,7 @@ def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[st
             yield name, file.get_tensor(name)
 
 
-def model_tensors(weights: "Weights", names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(weights: Weights, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters of any kind of source, one by one."""
     if weights.checkpoint is not None:
         return read_tensors(weights.checkpoint)
@@ -115,9 +113,15 @@ def _fill(placed: Placed, stored: Any, path: Path) -> None:
 
 
 def write_huggingface(
-    folder: Path, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    shard_bytes: int,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write ``config.json`` and the weights as they are, in files of at most ``shard_bytes`` (one tensor at least).
+
+    ``stop_ids`` end a generated text: they go into ``generation_config.json``.
 
     Everything is written beside the folder and moved into place at the end. ``UserError`` where that fails.
     """
@@ -127,7 +131,8 @@ def write_huggingface(
         aside.mkdir(parents=True)
         _write_shards(aside, tensors, shard_bytes)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        special = {k: config[k] for k in ("bos_token_id", "eos_token_id") if config.get(k) is not None}
+        special = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": list(stop_ids)}
+        special = {k: v for k, v in special.items() if v not in (None, [])}
         (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
         folder.mkdir(parents=True, exist_ok=True)
         for file in aside.iterdir():

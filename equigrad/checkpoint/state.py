@@ -33,7 +33,7 @@ from equigrad.checkpoint.manifest import (
 from equigrad.config.checkpoint import Checkpoint
 from equigrad.errors import UserError
 from equigrad.parallel.placement import Placed
-from equigrad.parallel.ranks import gather, rank_and_size, together
+from equigrad.parallel.ranks import SharedUserError, gather, rank_and_size, together
 
 
 class Checkpointer:
@@ -139,7 +139,7 @@ class Checkpointer:
         try:
             storage.write(path, tensors, rank_meta, finish, self._group)
         except UserError as error:
-            raise UserError(
+            raise SharedUserError(
                 f"the checkpoint of step {step} could not be saved; earlier ones are intact. {error}"
             ) from error
         finally:
@@ -168,7 +168,7 @@ def load(path: Path, tensors: Mapping[str, Placed], only: str = "", group: dist.
             if here.setdefault(name, described) == stored.get(name):
                 here[name] = described  # so that a rank which differs is heard
     if here != stored:
-        raise UserError(f"{path} is a checkpoint of another architecture. {_differences(here, stored)}")
+        raise SharedUserError(f"{path} is a checkpoint of another architecture. {_differences(here, stored)}")
     storage.read(path, manifest, wanted, group)
     return manifest
 

@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job, load_job
 from equigrad.config.load import make_job, override_value, parse_overrides, set_key
 from equigrad.errors import UserError
+from equigrad.files import write_json
 from equigrad.parallel.environment import process_env
-from equigrad.resolve import Weights, check_context, find_weights
-from equigrad.run import write_json
+from equigrad.resolve import check_context, find_weights
 
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -54,7 +55,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
     world = start(job.layout)
     tokenizer = own_tokenizer(weights)
     job = resolve_vocabulary(job, tokenizer)
-    stream = world.everywhere(lambda: Stream(job.data, job.batch, job.seed, tokenizer), when=world.local_rank == 0)
+    stream = world.run_where(world.local_rank == 0, lambda: Stream(job.data, job.batch, job.seed, tokenizer))
     if stream is None:
         stream = Stream(job.data, job.batch, job.seed, tokenizer)
     held_out = stream.held_out()
@@ -70,7 +71,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
         print(f"held-out loss     {result['held_out_loss']:.6f} nats per token")
         print(f"perplexity        {result['held_out_perplexity']:.4f}")
         print(f"bits per byte     {result['held_out_bits_per_byte']:.6f}")
-        print(f"tokens, bytes     {result['tokens']:,}, {result['bytes']:,}")
+        print(f"in the loss       {result['tokens']:,} tokens, {result['bytes']:,} bytes")
         if arguments.json:
             write_json(Path(arguments.json), result)
     world.close()

@@ -3,18 +3,32 @@
 import argparse
 from pathlib import Path
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
-from equigrad.config.data import Tokenizer
+from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
+from equigrad.files import writing
 from equigrad.models.huggingface import to_huggingface
 from equigrad.models.specs import parameter_count, parameter_specs
 from equigrad.resolve import find_weights
-from equigrad.run import Run, writing
+from equigrad.run import Run
 
 
 def import_main(arguments: argparse.Namespace) -> int:
     """Write a run folder whose only checkpoint, of step 0, holds the weights in float32."""
+    weights, run = find_weights(arguments.model), Run(Path(arguments.run))
+    if weights.checkpoint is not None:
+        raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
+    run.check_free()
+    with run.lock():
+        run.check_free()  # again: before the lock was held, another process may have come first
+        run.clear()
+        _import(weights, run)
+    return 0
+
+
+def _import(weights: Weights, run: Run) -> None:
     import torch
 
     from equigrad.checkpoint.huggingface import load_weights, weight_dtypes
@@ -23,11 +37,6 @@ def import_main(arguments: argparse.Namespace) -> int:
     from equigrad.config.checkpoint import Checkpoint
     from equigrad.parallel.placement import place_all
 
-    weights, run = find_weights(arguments.model), Run(Path(arguments.run))
-    if weights.checkpoint is not None:
-        raise UserError(f"{weights.folder} is a run or checkpoint already; import takes a Hugging Face folder")
-    run.check_free()
-    run.clear()
     specs = parameter_specs(weights.model)
     parameters = place_all((name, torch.empty(spec.shape)) for name, spec in specs.items())
     load_weights(weights, parameters)
@@ -36,7 +45,7 @@ def import_main(arguments: argparse.Namespace) -> int:
     if tokenizer is not None:
         with writing(run.tokenizer):
             tokenizer.save(run.tokenizer)
-        data = data.model_copy(update={"tokenizer": Tokenizer(kind="file", path=str(run.tokenizer))})
+        data = data.model_copy(update={"tokenizer": TokenizerConfig(kind="file", path=str(run.tokenizer))})
     named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
     saver = Checkpointer(run.folder / "checkpoints", Checkpoint(asynchronous=False))
     saver.save(0, named, {"step": 0, "imported_dtypes": weight_dtypes(weights.folder)})
@@ -46,7 +55,6 @@ def import_main(arguments: argparse.Namespace) -> int:
     print(f"{run.folder}: {parameter_count(weights.model):,} parameters imported from {weights.folder}")
     if tokenizer is None:
         print("no tokenizer.json there, so none was imported")
-    return 0
 
 
 def export_main(arguments: argparse.Namespace) -> int:
@@ -71,9 +79,10 @@ def export_main(arguments: argparse.Namespace) -> int:
     dtype = next(iter(dtypes.values()))
     tokenizer = own_tokenizer(weights) if weights.tokenizer and Path(weights.tokenizer).exists() else None
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
+    stop = sorted({tokenizer.eos_id} | tokenizer.turn_ends()) if tokenizer else []
     config = to_huggingface(weights.model, bos, eos, dtype)
     tensors = ((name, t.to(getattr(torch, dtypes[name]))) for name, t in model_tensors(weights, names))
-    write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20)
+    write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20, stop)
     if tokenizer is not None:
         with writing(folder):
             tokenizer.save(folder)

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from equigrad.errors import UserError
+from equigrad.files import write_json
 from equigrad.resolve import find_weights
-from equigrad.run import write_json
 
 
 def main(arguments: argparse.Namespace) -> int:

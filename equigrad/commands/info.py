@@ -2,13 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
+from equigrad.files import write_json, writing
 from equigrad.models.specs import parameter_count, parameter_specs
-from equigrad.resolve import Weights, find_weights
-from equigrad.run import Run, write_json, writing
+from equigrad.resolve import find_weights
+from equigrad.run import Run
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -86,20 +89,34 @@ def _one(weights: Weights) -> dict[str, Any]:
     }
 
 
-def _show(tree: dict[str, Any], indent: str = "") -> None:
+def _show(tree: dict[str, Any]) -> None:
+    lines = list(_lines(tree))
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        print(f"{label:<{width}}  {value}".rstrip())
+
+
+def _lines(tree: dict[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
+    """Label and value of every line; a part's own line has no value, and what has none has no line."""
     for key, value in tree.items():
-        label = f"{indent}{key.replace('_', ' '):<{20 - len(indent)}}"
+        label = indent + key.replace("_", " ")
         if isinstance(value, dict):
-            print(f"{indent}{key.replace('_', ' ')}")
-            _show(value, indent + "  ")
+            yield label, ""
+            yield from _lines(value, indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for item in value:
-                print(f"{indent}{key.replace('_', ' ').removesuffix('s')}")
-                _show(item, indent + "  ")
-        else:
-            print(
-                f"{label} {value:,}" if isinstance(value, int) and not isinstance(value, bool) else f"{label} {value}"
-            )
+                yield label.removesuffix("s"), ""
+                yield from _lines(item, indent + "  ")
+        elif value not in (None, []):
+            yield label, _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 def report_main(arguments: argparse.Namespace) -> int:

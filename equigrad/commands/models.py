@@ -4,6 +4,7 @@ from pathlib import Path
 
 from equigrad.build import build_model
 from equigrad.checkpoint.huggingface import load_weights
+from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
 from equigrad.config.data import Data
 from equigrad.config.model import Model
@@ -11,7 +12,6 @@ from equigrad.data.tokenizers import Tokenizer, read_tokenizer
 from equigrad.errors import UserError
 from equigrad.models.decoder import Decoder
 from equigrad.parallel.world import World
-from equigrad.resolve import Weights
 from equigrad.run import Run
 
 

@@ -16,17 +16,20 @@ from equigrad.data.stream import Batch, Stream
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.evaluation import Evaluation
+from equigrad.files import write_json, writing
+from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
 from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
-from equigrad.observe.progress import open_progress
-from equigrad.parallel.launch import StopRequest
+from equigrad.observe.progress import Progress, open_progress
+from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
-from equigrad.parallel.world import World, keep_freed_memory, start
+from equigrad.parallel.stop import StopRequest
+from equigrad.parallel.world import World, start
 from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
-from equigrad.run import Run, write_json, writing
+from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
 
@@ -34,7 +37,7 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
     """Train until done or asked to stop; called on every rank. Returns the exit code."""
     keep_freed_memory()
     world = start(job.layout)
-    with world.everywhere(run.lock, when=world.is_main) or nullcontext():
+    with world.run_where(world.is_main, run.lock) or nullcontext():
         _train(job, run, resume, world)
     world.close()
     return 0
@@ -42,21 +45,27 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
 
 def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
-    checkpoint = latest(run.folder / "checkpoints") if resume else None
-    _agree(job, tokenizer, stream, checkpoint, world)
+    _agree(job, tokenizer, stream, world)
     trainer = Trainer(job, run.folder, world, stream)
+    # Only now, for the trainer has put in order what an interrupted save may have left.
+    checkpoint = latest(run.folder / "checkpoints") if resume else None
+    world.agree(checkpoint and checkpoint.name, "the checkpoint to resume from")
     _give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
+    if world.sum([float(world.is_main and trainer.step == job.train.steps and run.summary.exists())])[0]:
+        trainer.checkpointer.close()
+        if world.is_main:
+            _tell(run, job)
+        return
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
-    with StopRequest() as stop, _sinks(trainer, run, peak) as sinks:
+    progress = _progress(trainer, run, peak) if peak is not None else None
+    with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
-        world.everywhere(lambda: _begin(trainer, run), when=world.is_main)
-        observer = _Recorder(trainer, sinks, peak)
+        world.run_where(world.is_main, lambda: _begin(trainer, run))
+        observer = _Recorder(trainer, sinks, peak, progress)
         finished = trainer.run(observer, stop)
-        held_out = trainer.evaluate() if finished else None
-        if finished:
-            observer.evaluation(trainer.step, held_out)
+        held_out = trainer.evaluate(observer) if finished else None
     if finished:
         _finish(trainer, run, tokenizer, held_out)
     elif world.is_main:
@@ -83,18 +92,24 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
 
     def create() -> tuple[Job, Tokenizer, Stream]:
         if not resume:
+            run.check_free()  # again, under the lock: another start may have been faster, and must not be cleared away
             run.clear()
         made = make()
         if not (run.tokenizer / "tokenizer.json").exists():
             with writing(run.tokenizer):
                 made[1].save(run.tokenizer)
+        asked, got = job.data.tokenizer, made[1].vocab_size
+        if asked.kind == "bpe" and asked.path is None and got < asked.vocab_size:
+            print(
+                f"tokenizer: {got:,} tokens of the {asked.vocab_size:,} asked for; the text has no more pairs to merge"
+            )
         for stats in made[2].stats:
             print(_line(stats))
         return made
 
-    first = world.everywhere(create, when=world.is_main)
-    second = world.everywhere(make, when=world.local_rank == 0 and not world.is_main)
-    rest = world.everywhere(make, when=world.local_rank != 0)
+    first = world.run_where(world.is_main, create)
+    second = world.run_where(world.local_rank == 0 and not world.is_main, make)
+    rest = world.run_where(world.local_rank != 0, make)
     prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
     return prepared
 
@@ -112,14 +127,13 @@ def _tokenising(every: float = 10.0) -> Callable[[str, int, int], None]:
     return tell
 
 
-def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, checkpoint: Path | None, world: World) -> None:
+def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
     """Ranks that were started with different words, or see different files, must not train together."""
     facts = {
         "version of equigrad": __version__,
         "job": job.model_dump(exclude={"data": {"cache"}, "layout": {"device", "threads"}}),
         "tokenizer": tokenizer.digest,
         "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
-        "checkpoint to resume from": checkpoint.name if checkpoint else None,
     }
     for what, value in facts.items():
         world.agree(value, f"the {what}")
@@ -129,6 +143,8 @@ def _line(stats: Stats) -> str:
     """One line on what a source gives, and on all of it that is not trained on."""
     side = "held out" if stats.held_out else "training"
     text = f"{stats.source}, {side}: {stats.documents:,} documents, {stats.samples:,} samples, {stats.tokens:,} tokens"
+    if stats.loss_tokens != stats.tokens:
+        text += f" ({stats.loss_tokens:,} in the loss)"
     asides = {"without text to learn": stats.empty, "documents dropped as too long": stats.dropped,
               "samples left out, no token in the loss": stats.left_out}  # fmt: skip
     return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
@@ -145,25 +161,29 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
         trainer.model.initialize(trainer.job.seed)
 
 
-def _sinks(trainer: Trainer, run: Run, peak: Peak | None) -> Sinks:
-    """Rank 0 writes and shows; the others are silent."""
-    if peak is None:
-        return Sinks([])
+def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
+    """What is shown of the run, from here on."""
     job, step = trainer.job, trainer.step
     processes = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
     title = f"{run.folder}: {parameter_count(job.model):,} parameters on {trainer.world.device.type}{processes}"
     if step:
         title += f", resumed after step {step}"
-    progress = open_progress(job.train.steps, step, title, peak.source)
+    return open_progress(job.train.steps, step, title, peak.source)
+
+
+def _sinks(trainer: Trainer, run: Run, progress: Progress | None) -> Sinks:
+    """Rank 0 writes and shows; the others are silent."""
+    if progress is None:
+        return Sinks([])
     with writing(run.folder):
-        return open_sinks(job, run.folder, step or None, progress)
+        return open_sinks(trainer.job, run.folder, trainer.step or None, progress)
 
 
 class _Recorder(Observer):
     """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0."""
 
-    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None) -> None:
-        self._trainer, self._sinks, self._peak = trainer, sinks, peak
+    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None, progress: Progress | None) -> None:
+        self._trainer, self._sinks, self._peak, self._progress = trainer, sinks, peak, progress
 
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         job, world = self._trainer.job, self._trainer.world
@@ -183,8 +203,12 @@ class _Recorder(Observer):
             }
         )
 
-    def evaluation(self, step: int, result: Evaluation | None) -> None:
-        if result is not None and self._peak is not None:
+    def evaluating(self) -> None:
+        if self._progress is not None:
+            self._progress.evaluating()
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        if self._peak is not None:
             self._log({"kind": "eval", "step": step} | result.record())
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -193,7 +217,7 @@ class _Recorder(Observer):
 
 
 def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluation | None) -> None:
-    """Sample, digest, summary and report of a finished run."""
+    """Leave sample, digest, summary and report of a finished run."""
     job, counters = trainer.job, trainer.counters
     sample = _sample(trainer, tokenizer)
     parameter_digest = digest(trainer.parameters)
@@ -216,12 +240,20 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
     }
     if held_out is not None:
         summary |= {k: v for k, v in held_out.record().items() if k.startswith("held_out")}
+        summary |= {"held_out_tokens": held_out.tokens, "held_out_bytes": held_out.bytes}
     run.write_summary(summary)
-    print(f"done: {trainer.step} steps, {counters['tokens']:,} tokens in {seconds:.0f} s")
-    if held_out is not None:
-        print(f"held-out text: {held_out.bits_per_byte:.3f} bits per byte, loss {held_out.loss:.4f} per token"
-              f" ({held_out.tokens:,} tokens, {held_out.bytes:,} bytes)")  # fmt: skip
-    print(f"parameter digest {parameter_digest}")
+    _tell(run, job)
+
+
+def _tell(run: Run, job: Job) -> None:
+    """What a finished run's summary says, and its report."""
+    summary = run.read_summary()
+    print(f"done: {summary['steps']} steps, {summary['tokens']:,} tokens in {duration(summary['wall_seconds'])}")
+    if summary["held_out_loss"] is not None:
+        bits, loss = summary["held_out_bits_per_byte"], summary["held_out_loss"]
+        print(f"held-out text: {bits:.3f} bits per byte, loss {loss:.4f} per token"
+              f" ({summary['held_out_tokens']:,} tokens in the loss, {summary['held_out_bytes']:,} bytes)")  # fmt: skip
+    print(f"parameter digest {summary['parameter_digest']}")
     if job.observe.report:
         from equigrad.observe.report import write_report
 

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from equigrad.config.data import Data, Source, Tokenizer
+from equigrad.config.data import Data, Source, TokenizerConfig
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.errors import UserError
-from equigrad.run import writing
+from equigrad.files import writing
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -18,7 +18,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{out / 'tokenizer.json'} exists already")
     data = Data(
         sources=[Source(path=path) for path in arguments.sources],
-        tokenizer=Tokenizer(kind="bpe", vocab_size=arguments.vocab_size),
+        tokenizer=TokenizerConfig(kind="bpe", vocab_size=arguments.vocab_size),
     )
     tokenizer = build_tokenizer(data, out)
     with writing(out):

@@ -51,10 +51,16 @@ def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tup
 
 def _check_extras(job: Job) -> None:
     """``UserError`` now rather than after minutes of preparation."""
-    wanted = {"tensorboard": job.observe.tensorboard, "wandb": job.observe.wandb_project is not None}
-    for extra, asked in wanted.items():
-        if asked and find_spec(extra) is None:
-            raise UserError(f"the job asks for {extra}, which is not installed: pip install 'equigrad[{extra}]'")
+    paths = [source.path for source in (*job.data.sources, *job.data.held_out_sources)]
+    wanted = {
+        "tensorboard": ("tensorboard", job.observe.tensorboard),
+        "wandb": ("wandb", job.observe.wandb_project is not None),
+        "datasets": ("data", any(path.startswith("hf:") for path in paths)),
+        "pyarrow": ("data", any(path.endswith(".parquet") for path in paths)),
+    }
+    for package, (extra, asked) in wanted.items():
+        if asked and find_spec(package) is None:
+            raise UserError(f"the job asks for {package}, which is not installed: pip install 'equigrad[{extra}]'")
 
 
 def _check_resumable(run: Run) -> None:
@@ -80,10 +86,13 @@ def _words(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
 def _dry_run(job: Job) -> int:
     """Print the resolved job and its size. Nothing is written; a tokenizer is not trained for it."""
+    from equigrad.data.sources import check
     from equigrad.memory.estimate import estimate
     from equigrad.models.specs import flops_per_token, parameter_count
     from equigrad.resolve import resolve_weights
 
+    for source in [*job.data.sources, *job.data.held_out_sources]:
+        check(source)
     job = resolve_weights(job)
     if job.model.vocab_size is None:
         size = _vocabulary(job)
@@ -99,7 +108,7 @@ def _dry_run(job: Job) -> int:
     print(f"# operations        {flops_per_token(job.model, job.data.context / 2):.3g} per token, forward and backward")
     print(f"# processes         {job.layout.describe()}")
     parts = {n: getattr(memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "logits")}
-    print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated: "
+    print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated, tensors alone: "
           + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items()))  # fmt: skip
     return 0
 

@@ -34,7 +34,7 @@ class Source(Section):
         return {"path": value} if isinstance(value, str) else value
 
 
-class Tokenizer(Section):
+class TokenizerConfig(Section):
     """How text becomes tokens."""
 
     kind: Literal["bytes", "bpe", "file"] = "bpe"
@@ -52,7 +52,7 @@ class Tokenizer(Section):
     """File with a Jinja chat template; by default the tokenizer's own, else ChatML."""
 
     @model_validator(mode="after")
-    def _path_goes_with_file(self) -> "Tokenizer":
+    def _path_goes_with_file(self) -> "TokenizerConfig":
         if (self.kind == "file") != (self.path is not None):
             raise ValueError('path goes with kind = "file", and only with it')
         return self
@@ -67,7 +67,7 @@ class Data(Section):
     """Hold out every n-th document of each source (the n-th, 2n-th, ...) for evaluation; 0 holds out none."""
     held_out_sources: list[Source] = []
     """Sources of which every document is held out."""
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerConfig = TokenizerConfig()
     context: int = Field(512, ge=1)
     """Most tokens of one sample. A longer document becomes several samples; positions restart in each."""
     too_long: Literal["split", "drop"] = "split"
@@ -79,13 +79,20 @@ class Data(Section):
     cache: str | None = None
     """Folder of tokenised sources; by default ``$EQUIGRAD_CACHE``, else ``~/.cache/equigrad``."""
 
+    @field_validator("held_out_every")
+    @classmethod
+    def _some_are_trained_on(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("1 holds out every document and leaves none to train on; 2 holds out every other one")
+        return value
+
     @field_validator("sources", "held_out_sources", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str | dict) else value
 
 
-class Batch(Section):
+class BatchConfig(Section):
     """Which samples make one step, and how they are packed into rows. Independent of the number of ranks."""
 
     tokens: int | None = Field(None, ge=1)
@@ -104,7 +111,7 @@ class Batch(Section):
         return self.tokens or DEFAULT_TOKENS
 
     @model_validator(mode="after")
-    def _one_budget(self) -> "Batch":
+    def _one_budget(self) -> "BatchConfig":
         if self.tokens is not None and self.samples is not None:
             raise ValueError("give batch.tokens or batch.samples, not both")
         return self

@@ -4,7 +4,7 @@ from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 from equigrad.config.checkpoint import Checkpoint
-from equigrad.config.data import Batch, Data
+from equigrad.config.data import BatchConfig, Data
 from equigrad.config.layout import Layout
 from equigrad.config.memory import Memory
 from equigrad.config.model import Model
@@ -23,7 +23,7 @@ class Job(Section):
     """Seed of initial weights and data order."""
     train: Train = Train()
     data: Data = Data()
-    batch: Batch = Batch()
+    batch: BatchConfig = BatchConfig()
     model: Model = Model()
     optim: Optim = Optim()
     layout: Layout = Layout()

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import textwrap
 import tomllib
 import types
 import typing
@@ -58,8 +59,12 @@ def make_job(tree: dict[str, Any], file: str, origin: dict[str, str] | None = No
 
 def _explain(error: Any, file: str, origin: dict[str, str]) -> str:
     loc = [part for part in error["loc"] if not (isinstance(part, str) and "[" in part)]
-    key = ".".join(map(str, loc))
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing" and isinstance(loc[-1], int):  # a value of a pair
+        loc.pop()
+    key = ".".join(map(str, loc))
+    if error["type"] in ("missing", "too_long") and isinstance(error.get("input"), list):
+        message = f"should be {type_name(dict(walk(Job))[key].annotation)}"
     where = _where(key, message, file, origin)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key {key!r}{nearest(key)}"
@@ -82,10 +87,16 @@ def nearest(key: str) -> str:
     """A hint at the valid key or section closest to an unknown one."""
     key = re.sub(r"\.\d+(?=\.)", "[]", key)
     keys = [name for name, _ in walk(Job, entries=True)]
-    keys += sorted({name.rpartition(".")[0] for name in keys if "." in name})
-    leaf = key.rpartition(".")[2]
-    close = difflib.get_close_matches(key, keys, 1, 0.75) or [k for k in keys if k.rpartition(".")[2] == leaf]
-    close = close or difflib.get_close_matches(key, keys, 1, 0.5)
+    sections = sorted({name.rpartition(".")[0] for name in keys if "." in name})
+    if key in sections:
+        inside = next(name for name in keys if name.startswith(f"{key}."))
+        return f"; it is a section: set one of its keys, as in --{inside} VALUE"
+    section, _, leaf = key.rpartition(".")
+    beside = {k.rpartition(".")[2]: k for k in [*keys, *sections] if k.rpartition(".")[0] == section}
+    close = [beside[name] for name in difflib.get_close_matches(leaf, beside, 1)]
+    close = close or [k for k in keys if k.rpartition(".")[2] == leaf]
+    if not beside:  # no such section
+        close = close or difflib.get_close_matches(key, [*keys, *sections], 1, 0.75)
     return f"; did you mean {close[0]!r}?" if close else "; `equigrad train --help` lists every key"
 
 
@@ -165,6 +176,8 @@ def _toml(text: str) -> Any:
 
 def set_key(tree: dict[str, Any], key: str, value: Any, origin: dict[str, str]) -> None:
     """Put a value at a dotted key, making the tables on the way; ``None`` takes the key out."""
+    if "[" in key:
+        raise UserError(f"--{key}: entries of a list cannot be set one by one; set the whole list")
     *path, leaf = key.split(".")
     node: Any = tree
     for part in path:
@@ -228,8 +241,9 @@ def default_text(field: FieldInfo) -> str:
     return "{}" if isinstance(default, Section) else _toml_value(default)
 
 
-def help_text() -> str:
-    """Every key of the job with its type, default and meaning."""
+def help_text(width: int) -> str:
+    """Every key of the job with its type, default and meaning, in lines of at most ``width`` characters where words
+    allow."""
     lines: list[str] = []
     shown: set[int] = set()
     for key, field in walk(Job, entries=True):
@@ -237,7 +251,10 @@ def help_text() -> str:
             continue
         shown.add(id(field))
         doc = " ".join((field.description or "").split()).replace("``", "")
-        option = f"  {key}" if "[]" in key else f"--{key}"
+        option = key if "[]" in key else f"--{key}"
         default = "required" if field.is_required() else f"default: {default_text(field)}"
-        lines.append(f"  {option} {{{type_name(field.annotation)}}}  ({default})\n        {doc}")
+        head = f"{option} {{{type_name(field.annotation)}}}  ({default})"
+        for text, first, rest in ((head, "  ", " " * 6), (doc, " " * 8, " " * 8)):
+            wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
+            lines += wrapper.wrap(text)
     return "\n".join(lines)

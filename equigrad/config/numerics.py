@@ -11,6 +11,7 @@ class Numerics(Section):
     kind: Literal["native"] = "native"
     """``native``: PyTorch's fastest kernels; layouts agree up to rounding."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Operands of matrix products and attention. Parameters, residual stream, norms and loss stay in float32."""
+    """Operands of matrix products and attention. Parameters, residual stream, norms
+    and the softmax of the loss stay in float32; the logits are such products, rounded to ``dtype``."""
     compile: bool = False
     """Compile every block with ``torch.compile`` (needs a C++ compiler on CPU)."""

@@ -9,13 +9,17 @@ import gzip
 import hashlib
 import importlib
 import json
+import os
 import re
+import socket
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
 from equigrad.config.data import Source
 from equigrad.errors import UserError
@@ -114,6 +118,13 @@ def fingerprint(source: Source) -> list[Any]:
         return [*how, *(hashlib.sha256(file.read_bytes()).hexdigest() for file in _files(source.path))]
     stats = [(file, file.stat()) for file in _files(source.path)]
     return [*how, *([str(file.absolute()), stat.st_size, stat.st_mtime_ns] for file, stat in stats)]
+
+
+def check(source: Source) -> None:
+    """``UserError`` where the files of a source are missing or of no known kind. Opens none, and asks no hub."""
+    if not source.path.startswith("hf:"):
+        for file in _files(source.path):
+            _reader(file)
 
 
 # ---- records to documents
@@ -287,7 +298,8 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
 
 def _read_parquet(file: Path) -> Iterator[_Record]:
     pyarrow, parquet = _extra("pyarrow"), _extra("pyarrow.parquet")
-    with _reading(file, pyarrow.ArrowException):
+    # A string column may hold bytes that are not UTF-8, a date one that Python cannot tell: found out value by value.
+    with _reading(file, pyarrow.ArrowException, ValueError, OverflowError):
         rows = (row for batch in parquet.ParquetFile(file).iter_batches(1024) for row in batch.to_pylist())
         yield from (_Record(f"{file}: row {number}", row) for number, row in enumerate(rows, 1))
 
@@ -302,16 +314,36 @@ _READERS: dict[str, Callable[[Path], Iterator[_Record | Text]]] = {
 
 def _hugging_face(source: Source) -> Any:
     """The dataset behind ``hf:NAME``, or behind ``hf:FOLDER`` as ``save_to_disk`` or plain data files left it."""
-    datasets = _extra("datasets")
     name = source.path.removeprefix("hf:")
     folder = Path(name).expanduser()
+    fault = None if folder.is_dir() else _hub_fault()
+    datasets = _extra("datasets")
     try:
         if any((folder / file).is_file() for file in ("state.json", "dataset_dict.json")):
             loaded = datasets.load_from_disk(str(folder))
             return loaded[source.split] if isinstance(loaded, dict) else loaded
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, source.subset, split=source.split)
     except Exception as error:  # hubs, caches and loaders fail in more ways than can be listed
-        raise UserError(f"{source.path}: cannot be loaded: {error}") from None
+        why = f"{fault}, and the local cache does not have it" if fault else error
+        raise UserError(f"{source.path}: cannot be loaded: {why}") from None
+
+
+@lru_cache(1)
+def _hub_fault() -> str | None:
+    """Why the hub cannot be reached, if so: then its library is told to look at its cache alone, since otherwise it
+    retries for half a minute, aloud, before it does so. Effective where that library is not imported yet."""
+    from urllib.request import getproxies
+
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if os.environ.get("HF_HUB_OFFLINE") or address.scheme in getproxies():
+        return None  # whether a proxy reaches it cannot be told from here
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), timeout=10).close()
+    except (OSError, ValueError) as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"{address.hostname} cannot be reached ({getattr(error, 'strerror', None) or error})"
+    return None
 
 
 def _extra(module: str) -> Any:

@@ -8,9 +8,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +28,10 @@ from equigrad.errors import UserError
 
 VERSION = 1  # of the files and of what documents become; part of the key
 
-Progress = Callable[[str, int, int], None]
+_UNFINISHED = ".unfinished-"
+_STALE_SECONDS = 3600
+
+OnProgress = Callable[[str, int, int], None]
 """Called while a store is built with the source's path and the documents and tokens so far."""
 
 
@@ -58,7 +63,7 @@ class Store:
 
 
 def open_store(
-    source: Source, tokenizer: Tokenizer, append_eos: bool, cache: Path, progress: Progress | None = None
+    source: Source, tokenizer: Tokenizer, append_eos: bool, cache: Path, progress: OnProgress | None = None
 ) -> Store:
     """The store of a source, built first where the cache does not have it whole.
 
@@ -72,7 +77,8 @@ def open_store(
     batches = encode(documents(source), tokenizer, append_eos)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.unfinished-", dir=cache) as work:
+        prefix = f"{folder.name}{_UNFINISHED}"
+        with _building(cache), tempfile.TemporaryDirectory(prefix=prefix, dir=cache) as work:
             _write(Path(work) / "store", batches, source, tokenizer, progress)
             return _install(Path(work) / "store", folder)
     except OSError as error:
@@ -80,6 +86,32 @@ def open_store(
             f"cannot write tokenised data to {cache}: {error.strerror or error};"
             " set data.cache or $EQUIGRAD_CACHE to a folder that has room"
         ) from None
+
+
+@contextmanager
+def _building(cache: Path) -> Iterator[None]:
+    """Hold the cache as one of those that build in it, and first take away what killed builds have left.
+
+    Only where nobody holds it, and where nothing was written for an hour: locks of some network file systems are seen
+    by one machine alone.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: everything stays
+        yield
+        return
+    held = os.open(cache, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # somebody builds
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in cache.glob(f"*{_UNFINISHED}*"):
+                if time.time() - max(path.stat().st_mtime for path in (left, *left.rglob("*"))) > _STALE_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(held)
 
 
 def cache_folder(configured: str | None) -> Path:
@@ -126,7 +158,7 @@ def _write(
     batches: Iterator[list[Encoded]],
     source: Source,
     tokenizer: Tokenizer,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> None:
     folder.mkdir()
     first = next(batches)  # a source without documents has raised by now
@@ -148,7 +180,7 @@ def _write(
 
 
 def _fill(
-    columns: "dict[str, _Column]", batches: Iterator[list[Encoded]], path: str, progress: Progress | None
+    columns: "dict[str, _Column]", batches: Iterator[list[Encoded]], path: str, progress: OnProgress | None
 ) -> bool:
     """Append all documents to the columns; whether any byte is in the loss."""
     columns["offsets"].write([0])

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from equigrad.config.data import Batch as BatchConfig
-from equigrad.config.data import Data
+from equigrad.config.data import BatchConfig, Data
 from equigrad.data.index import SampleSet, Spans, Stats, is_held_out
 from equigrad.data.samples import Sample, SampleRef
 from equigrad.data.shuffle import Permutation
-from equigrad.data.store import Progress, cache_folder, open_store
+from equigrad.data.store import OnProgress, cache_folder, open_store
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.errors import UserError
 
@@ -48,7 +47,7 @@ class Stream:
     """All samples of a job: training batches one after another without end, and the held-out samples."""
 
     def __init__(
-        self, data: Data, batch: BatchConfig, seed: int, tokenizer: Tokenizer, progress: Progress | None = None
+        self, data: Data, batch: BatchConfig, seed: int, tokenizer: Tokenizer, progress: OnProgress | None = None
     ) -> None:
         """Tokenise what the cache lacks, index it, and stand before step 1.
 

@@ -6,17 +6,20 @@ There is one class. A byte tokenizer is a byte-level BPE without merges, so it i
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Engine
 
 from equigrad.data.chat import CHATML, ChatTemplate
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -26,6 +29,10 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Training a BPE takes time with the square of a word's length: a sequence of genes, say, is cut into words of this many
+# characters, which leaves the vocabulary of any other text as it is.
+_LONGEST_WORD = 1024
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}|(?<!\s)\s{{{_LONGEST_WORD},}}")
 _WELL_KNOWN = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>"),
     "eos_token": (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>"),
@@ -119,9 +126,14 @@ class Tokenizer:
             "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
             "tokenizer.json": self._engine.to_str(pretty=True),
         }.items():
-            aside = folder / f".{name}.tmp"
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(folder / name)
+            with in_one_piece(folder / name) as aside:
+                aside.write_text(text, encoding="utf-8")
+
+    def beginning_texts(self) -> "Tokenizer":
+        """The same, so set that ``transformers`` begins a text as models here learn it: with begin-of-text."""
+        begin = [(self.bos_token, self.bos_id)]
+        self._engine.post_processor = processors.TemplateProcessing(single=f"{self.bos_token} $A", special_tokens=begin)
+        return self
 
     def replaced(
         self, bos_token: str | None = None, eos_token: str | None = None, chat_template: str | None = None
@@ -141,7 +153,7 @@ def byte_tokenizer() -> Tokenizer:
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.decoder = decoders.ByteLevel()
     engine.add_special_tokens([END_OF_TEXT])
-    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT)
+    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT).beginning_texts()
 
 
 def _byte_characters() -> list[str]:
@@ -171,8 +183,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=_byte_characters(),
         show_progress=False,
     )
-    engine.train_from_iterator(texts, trainer)
-    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT)
+    engine.train_from_iterator(chain.from_iterable(map(_without_long_words, texts)), trainer)
+    return Tokenizer(engine, END_OF_TEXT, END_OF_TEXT).beginning_texts()
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text, cut where a run of characters without white space, or of nothing else, is too long."""
+    start = 0
+    for run in _LONG_WORD.finditer(text):
+        for end in range(run.start() + _LONGEST_WORD, run.end(), _LONGEST_WORD):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def read_tokenizer(path: Path, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:

@@ -23,12 +23,17 @@ def build_tokenizer(data: Data, folder: Path) -> Tokenizer:
         tokenizer = byte_tokenizer()
     else:
         tokenizer = train_bpe(training_texts(data), config.vocab_size)
-    return tokenizer.replaced(config.bos_token, config.eos_token, _template(config.chat_template))
+    tokenizer = tokenizer.replaced(config.bos_token, config.eos_token, _template(config.chat_template))
+    return tokenizer if config.path is not None else tokenizer.beginning_texts()
 
 
 def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:
-    """Text of the training documents, at most ``limit`` UTF-8 bytes, shared among the sources by their weights."""
+    """Text of the training documents, at most ``limit`` UTF-8 bytes, shared among the sources by their weights.
+
+    Raises ``UserError`` in the end where there was none.
+    """
     total = sum(source.weight for source in data.sources)
+    found = False
     for source in data.sources:
         room, index = limit * source.weight / total, 0
         for document in documents(source):
@@ -36,8 +41,11 @@ def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:
                 room -= len(document.plain.encode())
                 if room < 0:
                     break
+                found = found or bool(document.plain)
                 yield document.plain
             index += document.last
+    if not found:
+        raise UserError(f"{', '.join(s.path for s in data.sources)}: no text to train a tokenizer on")
 
 
 def _template(path: str | None) -> str | None:

@@ -52,7 +52,7 @@ def estimate(job: Job) -> Estimate:
     sharded = -(-count // shards)
     whole = count if not job.layout.reduce_every_round else sharded
     gathered = 0
-    if shards > 1:
+    if job.layout.data_lanes > 1:  # gathered parameters are a second copy even where there is one shard
         in_blocks = sum(s.numel for n, s in parameter_specs(model).items() if n.startswith("model.layers."))
         kept_blocks = 2 if job.layout.reshard_after_forward else layers
         gathered = count - in_blocks + in_blocks * min(kept_blocks, layers) // layers

@@ -85,12 +85,16 @@ def _choose(logits: Tensor, temperature: float, top_p: float, streams: Sequence[
     """One token id per row of ``logits`` [sequences, V]."""
     if temperature == 0:
         return logits.argmax(-1).tolist()
-    probabilities, order = torch.softmax(logits.double() / temperature, -1).sort(dim=-1, descending=True, stable=True)
+    # On the CPU: a GPU adds up cumulative sums in whatever order. Less the maximum first: divided by a tiny temperature
+    # the logits themselves would overflow.
+    logits = logits.double().cpu()
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    probabilities, order = torch.softmax(scaled, -1).sort(dim=-1, descending=True, stable=True)
     cumulative = probabilities.cumsum(-1)
     mass = probabilities.masked_fill_(cumulative - probabilities >= top_p, 0.0).sum(-1, keepdim=True)
     counter = torch.tensor(position, dtype=torch.int64)
     uniform = [int(splitmix64(counter, stream)) / 2**64 + 0.5 for stream in streams]
-    threshold = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * mass
+    threshold = torch.tensor(uniform, dtype=torch.float64)[:, None] * mass
     choice = (probabilities.cumsum(-1) <= threshold).sum(-1, keepdim=True)
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
     return order.gather(-1, torch.minimum(choice, last)).squeeze(-1).tolist()

@@ -5,6 +5,8 @@ and Qwen3 families, which makes import and export a plain copy.
 """
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -86,12 +88,15 @@ def flops_per_token(config: Model, context: float) -> float:
     ``context`` is the mean number of keys that a query sees. The count that MFU conventionally uses (PaLM, appendix B):
     products only, recomputation not counted, an embedding look-up free.
     """
+    return token_flops(config)(context)
+
+
+def token_flops(config: Model) -> Callable[[float], float]:
+    """``flops_per_token`` of one model, to be asked for many contexts."""
     specs = parameter_specs(config)
     weights = sum(s.numel for s in specs.values() if s.role in ("matrix", "head"))
     if config.tie_word_embeddings:
         weights += specs["model.embed_tokens.weight"].numel
-    attention = 0.0
-    for layer in range(config.num_hidden_layers):
-        seen = min(context, config.window(layer) or math.inf)
-        attention += 12 * config.num_attention_heads * config.head_size * seen
-    return 6 * weights + attention
+    width = 12 * config.num_attention_heads * config.head_size
+    windows = Counter(config.window(layer) or math.inf for layer in range(config.num_hidden_layers))
+    return lambda context: 6 * weights + sum(width * n * min(context, window) for window, n in windows.items())

@@ -93,7 +93,9 @@ class NativeOps:
     def cross_entropy(
         self, x: Tensor, weight: Tensor, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
     ) -> Tensor:
-        head = _Head(self.dtype, self.saved_logits_bytes, vocabulary, row.tensor)
+        # Asked here: inside a function's forward gradients are always off, and inputs say that they need one.
+        budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
+        head = _Head(self.dtype, budget, vocabulary, row.tensor)
         return _CrossEntropy.apply(_at(x, at, row), weight, labels, head)
 
 

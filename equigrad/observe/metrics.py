@@ -6,7 +6,6 @@ they neither compute a metric nor know how one is computed, and they know nothin
 
 import json
 import math
-import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from typing import Any, Protocol, Self
 
 from equigrad.config import Job
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 
 Record = Mapping[str, Any]
 
@@ -77,16 +77,20 @@ class MetricsLog:
         None starts the file over.
         """
         kept = [] if resume_step is None else [r for r in read_metrics(path) if r.get("step", 0) <= resume_step]
-        aside = path.with_name(f"{path.name}.tmp")
-        aside.write_text("".join(map(_to_line, kept)), encoding="utf-8")
-        os.replace(aside, path)
+        with in_one_piece(path) as aside:
+            aside.write_text("".join(map(_to_line, kept)), encoding="utf-8")
+        self._path = path
         self._file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: one write per line
 
     def log(self, record: Record) -> None:
         self._file.write(_to_line(record))
 
     def close(self) -> None:
-        self._file.close()
+        """``UserError`` where a line that could not be written (the disk is full) still cannot be."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror or error}") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

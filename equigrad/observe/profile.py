@@ -1,10 +1,11 @@
 """Profiler traces of a few steps, on request. Knows step numbers and nothing of what happens in a step."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from equigrad.files import in_one_piece
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -46,8 +47,6 @@ class StepProfiler:
             return
         trace, self._trace = self._trace, None
         trace.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}-steps-{self._traced[0]}-{self._traced[-1]}.json"
-        aside = path.with_name(f"tmp-{path.name}")
-        trace.export_chrome_trace(str(aside))
-        os.replace(aside, path)
+        with in_one_piece(path) as aside:
+            trace.export_chrome_trace(str(aside))

@@ -18,11 +18,11 @@ from equigrad.observe.text import compact, duration, loss_text, memory
 if TYPE_CHECKING:
     from rich.text import Text
 
-Peak = Literal["measured", "datasheet"]
+PeakSource = Literal["measured", "datasheet"]
 
 
 def open_progress(
-    total: int, step: int = 0, title: str = "", peak: Peak = "datasheet", stream: TextIO | None = None
+    total: int, step: int = 0, title: str = "", peak: PeakSource = "datasheet", stream: TextIO | None = None
 ) -> "Progress":
     """The progress of a run of ``total`` steps, of which ``step`` are done already (a resumed run).
 
@@ -42,23 +42,29 @@ class Progress(ABC):
         total: int,
         step: int,
         title: str,
-        peak: Peak,
+        peak: PeakSource,
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._step, self._stream, self._clock = total, step, stream, clock
         self._share_label = "MFU" if peak == "datasheet" else "of peak"
         self._latest: dict[str, Any] = {}
+        self._held_out: tuple[float, int] | None = None  # and the step after which it was measured
+        self._evaluating = False
         # When recent steps were done. It spans several evaluations and saves, so their time is part of the estimate.
-        self._start = clock()
-        self._done = deque([(step, self._start)], maxlen=200)
+        self._done = deque([(step, clock())], maxlen=200)
         self._open(title)
 
     @abstractmethod
     def _open(self, title: str) -> None: ...
 
     @abstractmethod
-    def _show(self, evaluated: bool) -> None: ...
+    def _show(self) -> None:
+        """After a step."""
+
+    @abstractmethod
+    def _show_held_out(self) -> None:
+        """Before and after an evaluation."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -70,20 +76,29 @@ class Progress(ABC):
         self.close()
 
     def log(self, record: Record) -> None:
-        self._latest |= record
         if record["kind"] == "step":
+            self._latest |= record
             self._step = record["step"]
             self._done.append((self._step, self._clock()))
-        self._show(evaluated=record["kind"] == "eval")
+            self._show()
+        else:
+            self._held_out, self._evaluating = (record["held_out_loss"], record["step"]), False
+            self._done[-1] = (self._step, self._clock())  # the time to the end is counted down from here
+            self._show_held_out()
+
+    def evaluating(self) -> None:
+        """The run does not go on until the held-out loss is known."""
+        self._evaluating = True
+        self._show_held_out()
 
     def _share(self) -> float:
         return self._step / self._total if self._total else 1.0
 
     def _time(self) -> str | None:
-        """Estimated time to the end, counted down between records, and at the end the time it took."""
-        if self._step >= self._total:
-            return f"took {duration(self._clock() - self._start)}"
-        if len(self._done) < 2:
+        """Estimated time to the end, counted down between records."""
+        if self._evaluating:
+            return "evaluating"
+        if self._step >= self._total or len(self._done) < 2:
             return None
         # The first step pays for compilation and cold caches: go by it only as long as there is no other.
         (since, start), (step, end) = self._done[min(1, len(self._done) - 2)], self._done[-1]
@@ -96,7 +111,7 @@ class Progress(ABC):
         known: list[tuple[str, Any, Callable[[Any], str]]] = [
             ("step", self._step, lambda v: f"{v}/{self._total}"),
             ("loss", latest.get("loss"), lambda v: f"loss {loss_text(v)}"),
-            ("held-out", latest.get("held_out_loss"), lambda v: f"held-out {loss_text(v)}"),
+            ("held-out", self._held_out, self._held_out_text),
             ("speed", latest.get("tokens_per_second"), lambda v: f"{compact(v)} tok/s"),
             ("share", latest.get("mfu"), lambda v: f"{v:.0%} {self._share_label}"),
             ("memory", latest.get("memory_mb"), memory),
@@ -105,11 +120,16 @@ class Progress(ABC):
         ]
         return {name: text(value) for name, value, text in known if value is not None}
 
+    def _held_out_text(self, measured: tuple[float, int]) -> str:
+        loss, step = measured
+        return f"held-out {loss_text(loss)}" + f" at {compact(step)}" * (step != self._step)
+
 
 class PlainProgress(Progress):
     """Few lines, each complete in itself, for a file, a pipe or a batch system.
 
-    At the start, at evaluations and at the end, and in between after 30 s or 10 % of the steps, whichever is sooner.
+    At the start and at the end, and in between after 30 s or 10 % of the steps, whichever is sooner. What an evaluation
+    gives has a line of its own.
     """
 
     SECONDS = 30.0
@@ -119,9 +139,17 @@ class PlainProgress(Progress):
             print(title, file=self._stream)
         self._print()
 
-    def _show(self, evaluated: bool) -> None:
-        if evaluated or self._tenth() > self._shown[0] or self._clock() - self._shown[1] >= self.SECONDS:
+    def _show(self) -> None:
+        if self._tenth() > self._shown[0] or self._clock() - self._shown[1] >= self.SECONDS:
             self._print()
+
+    def _show_held_out(self) -> None:
+        if self._evaluating:
+            if self._step >= self._total:  # on the way, lines of steps tell soon enough that it goes on
+                print("evaluating on all held-out text", file=self._stream, flush=True)
+        elif self._held_out is not None:
+            loss, step = self._held_out
+            print(f"held-out {loss_text(loss)} after step {step}", file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._step != self._shown[2]:
@@ -132,7 +160,8 @@ class PlainProgress(Progress):
 
     def _print(self) -> None:
         self._shown = self._tenth(), self._clock(), self._step
-        print("step", "  ".join(self._figures().values()), file=self._stream, flush=True)
+        figures = [text for name, text in self._figures().items() if name != "held-out"]
+        print("step", "  ".join(figures), file=self._stream, flush=True)
 
 
 class LiveProgress(Progress):
@@ -141,10 +170,10 @@ class LiveProgress(Progress):
     A thread of rich draws it, so that the time left counts down between steps.
     """
 
-    PRIORITY = ("step", "loss", "time", "held-out", "speed", "skipped", "share", "memory")
+    PRIORITY = ("step", "loss", "time", "held-out", "skipped", "bar", "speed", "share", "memory")
     """What a narrow terminal shows first."""
     BAR = range(6, 31)
-    """Width of the bar, which takes what the figures leave."""
+    """Width of the bar: at least the first, and beyond it what the figures leave."""
 
     def _open(self, title: str) -> None:
         from rich.console import Console
@@ -156,7 +185,10 @@ class LiveProgress(Progress):
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
         self._live.start()
 
-    def _show(self, evaluated: bool) -> None:
+    def _show(self) -> None:
+        """The next refresh shows it."""
+
+    def _show_held_out(self) -> None:
         """The next refresh shows it."""
 
     def close(self) -> None:
@@ -166,14 +198,15 @@ class LiveProgress(Progress):
         from rich.text import Text
 
         figures, room, gap = self._figures(), self._console.width - 1, "  "
+        widths = {name: len(text) for name, text in figures.items()} | {"bar": self.BAR.start}
         shown = set()
         for name in self.PRIORITY:
-            if name in figures and room >= len(figures[name]):
+            if name in widths and room >= widths[name]:
                 shown.add(name)
-                room -= len(figures[name]) + len(gap)
+                room -= widths[name] + len(gap)
         parts = [Text(text, self._style(name)) for name, text in figures.items() if name in shown]
-        if room >= self.BAR.start:
-            parts.insert(1, self._bar(min(room, self.BAR.stop - 1)))
+        if "bar" in shown:
+            parts.insert(1, self._bar(min(self.BAR.start + room + len(gap), self.BAR.stop - 1)))
         return Text(gap, no_wrap=True, overflow="crop", end="").join(parts)
 
     def _bar(self, width: int) -> "Text":

@@ -6,8 +6,6 @@ run has finished), ``job.toml`` and ``sample.json`` ({"prompt": ..., "text": wha
 
 import json
 import math
-import os
-import statistics
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
 from equigrad.observe.charts import (
     Axis,
     Value,
@@ -81,6 +80,8 @@ CHARTS = (
 )
 STEP_KEYS = ("loss", "lr", "grad_norm", "tokens_per_second")
 EVAL_KEYS = ("held_out_loss",)
+FIGURES = ("steps", "tokens", "tokens_per_second", "mfu", "wall_seconds", "held_out_loss", "held_out_bits_per_byte")
+"""What ``summary.json`` says in numbers, as far as it is shown."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -95,18 +96,21 @@ def write_report(run_folder: Path) -> Path:
     template = files("equigrad.observe").joinpath("report_template.html").read_text(encoding="utf-8")
     html = page.from_string(template).render(_contents(run_folder))
     path = run_folder / "report.html"
-    aside = run_folder / "report.html.tmp"
-    aside.write_text(html, encoding="utf-8", errors="backslashreplace")  # a model may emit half a surrogate pair
-    os.replace(aside, path)
+    with in_one_piece(path) as aside:
+        aside.write_text(html, encoding="utf-8", errors="backslashreplace")  # a model may emit half a surrogate pair
     return path
 
 
 def _contents(folder: Path) -> dict[str, Any]:
     """Everything the template shows."""
-    records = read_metrics(folder / "metrics.jsonl")
+    metrics = folder / "metrics.jsonl"
+    records = read_metrics(metrics)
+    for record in records:
+        _check_numbers(record, _LOGGED, f"{metrics}: step {record['step']}")
     steps = [r for r in records if r.get("kind") == "step"]
     evals = [r for r in records if r.get("kind") == "eval"]
     summary, sample, job = _json(folder / "summary.json"), _json(folder / "sample.json"), _toml(folder / "job.toml")
+    _check_numbers(summary, FIGURES, str(folder / "summary.json"))
     settings, known = tomllib.loads(job), {key: value for key, value in summary.items() if value is not None}
     reach = min(max(len(steps) // 50, 1), 500)
     tables = {"steps": _table(steps, STEP_KEYS, reach), "evals": _table(evals, EVAL_KEYS)}
@@ -122,6 +126,17 @@ def _contents(folder: Path) -> dict[str, Any]:
         "job": job,
         "sample": {key: visible(str(text)) for key, text in sample.items()},
     }
+
+
+_LOGGED = (*STEP_KEYS, *EVAL_KEYS, "held_out_bits_per_byte", "total_tokens", "elapsed", "mfu")
+
+
+def _check_numbers(values: dict[str, Any], keys: Sequence[str], where: str) -> None:
+    """``UserError`` unless each of these keys is a number, null or absent."""
+    for key in keys:
+        value = values.get(key)
+        if not isinstance(value, int | float | None):
+            raise UserError(f"{where}: {key} must be a number, not {type(value).__name__}")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -190,8 +205,9 @@ def _figures(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -
         "held_out_bits_per_byte": evaluated.get("held_out_bits_per_byte"),
     }
     for key in ("tokens_per_second", "mfu"):
-        values = [r[key] for r in steps if is_finite(r.get(key))]
-        known[key] = statistics.median(values) if values else None
+        # Over the time of the steps, as the summary counts tokens per second, so that the two go together.
+        told = [(r[key], r.get("step_seconds") or 1.0) for r in steps if is_finite(r.get(key))]
+        known[key] = sum(v * s for v, s in told) / sum(s for _, s in told) if told else None
     return known
 
 

@@ -20,10 +20,23 @@ class AdamW:
 
     def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
         self.config = config
-        self.updates = 0
+        self._updates = 0
         self._parameters = parameters
+        # The kernel wants its own count beside each tensor, and moves it itself.
+        self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in parameters.items()}
         self._decays = {name: specs[name].role != "vector" for name in parameters}
         self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in parameters.items()} for m in MOMENTS}
+
+    @property
+    def updates(self) -> int:
+        """How many updates have been made."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        self._updates = updates
+        for count in self._counts.values():
+            count.fill_(float(updates))
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float) -> None:
@@ -40,7 +53,7 @@ class AdamW:
                 first,
                 second,
                 [],
-                [torch.tensor(float(self.updates), device=t.device) for t in tensors],
+                [self._counts[n] for n in names],
                 fused=True,
                 amsgrad=False,
                 beta1=self.config.betas[0],
@@ -50,7 +63,7 @@ class AdamW:
                 eps=self.config.eps,
                 maximize=False,
             )
-        self.updates += 1
+        self._updates += 1
 
     def state(self) -> dict[str, Placed]:
         """The moments, named ``<moment>.<parameter>``, to save or to load into."""

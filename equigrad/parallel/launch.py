@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from equigrad.errors import UserError
+from equigrad.files import in_one_piece
+from equigrad.parallel.stop import STOP_SIGNALS
 
 _FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
 _STOP = "stop-asked"
@@ -52,7 +53,7 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
             signals_to_handle="SIGHUP",
             shutdown_timeout=_GRACE_SECONDS,
         )
-        handlers = {s: signal.signal(s, lambda number, _: _forward(Path(folder))) for s in _STOP_SIGNALS}
+        handlers = {s: signal.signal(s, lambda number, _: _forward(Path(folder))) for s in STOP_SIGNALS}
         try:
             elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
             return 0
@@ -63,9 +64,6 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             del os.environ[_FOLDER]
-
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _forward(folder: Path) -> None:
@@ -126,7 +124,7 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
         elif rank == 0 or not isinstance(error, SharedUserError):
             print(f"equigrad: error: {error}", file=sys.stderr)
         else:
-            time.sleep(2.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
+            time.sleep(10.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
         code = 2
     except Exception as error:
         lost = _lost_peers(error)
@@ -152,9 +150,8 @@ def _end_with(parent: int) -> None:
 
 def _report(folder: Path, rank: int, text: str, user_error: bool, lost_peers: bool) -> None:
     record = {"rank": rank, "time": time.time(), "text": text, "user_error": user_error, "lost_peers": lost_peers}
-    aside = folder / f".report-{rank}"
-    aside.write_text(json.dumps(record))
-    aside.rename(folder / f"report-{rank}.json")
+    with in_one_piece(folder / f"report-{rank}.json") as aside:
+        aside.write_text(json.dumps(record))
 
 
 def _lost_peers(error: Exception) -> bool:
@@ -166,29 +163,3 @@ def _lost_peers(error: Exception) -> bool:
     text = str(error)
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL")
     return isinstance(error, dist.DistError | PeerError) or any(sign in text for sign in signs)
-
-
-class StopRequest:
-    """Turns SIGTERM and SIGINT into a flag that the loop reads between steps. A second signal, later, ends at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._since = 0.0
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> "StopRequest":
-        for number in _STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A terminal's Ctrl-C reaches a worker twice, directly and through the launcher; only a late repeat is meant.
-        if self.asked and time.monotonic() - self._since > 2.0:
-            raise KeyboardInterrupt
-        if not self.asked and os.environ.get("RANK", "0") == "0":
-            print("\nstopping after this step ...", file=sys.stderr, flush=True)
-        self.asked, self._since = True, self._since or time.monotonic()

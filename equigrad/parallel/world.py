@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from equigrad.config.layout import Layout
 from equigrad.errors import UserError
 from equigrad.parallel.collectives import ALONE, Axis
-from equigrad.parallel.environment import ProcessEnv, process_env
-from equigrad.parallel.ranks import SharedUserError, agree, together
+from equigrad.parallel.environment import ProcessEnv, check_rendezvous, process_env
+from equigrad.parallel.ranks import SharedUserError, agree, gather, together
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class World:
     rank, size:  among all processes
     local_rank:  on this machine
     mesh:        dimensions (pp, dp_replicate, fsdp, tp), fsdp being dp_shard x cp; None with one process
+    control:     process group on the CPU for agreements within the loop: waits ``layout.timeout_s``
+    patient:     the same, but waits for days where one rank prepares what the others wait for
     axes:        this rank's place along dp_replicate, dp_shard, cp, tp and pp
-    control:     process group for agreements: on the CPU, and patient where one rank prepares what others wait for
     """
 
     layout: Layout
@@ -39,6 +40,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None
     control: ProcessGroup | None = None
+    patient: ProcessGroup | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
@@ -79,13 +81,13 @@ class World:
         """Check that a value is the same on every rank; the error names the ranks that differ."""
         agree(value, what, self.control)
 
-    def everywhere(self, action: Callable[[], Any], when: bool = True) -> Any:
+    def run_where(self, when: bool, action: Callable[[], Any]) -> Any:
         """Run ``action`` on the ranks where ``when`` holds, while the others wait, for days if need be.
 
         Returns the result on the ranks that ran it, else None. An error on one rank is raised on all of them, as
         ``ranks.together`` says.
         """
-        return together(lambda: action() if when else None, self.control)
+        return together(lambda: action() if when else None, self.patient)
 
     def close(self) -> None:
         """Leave the process group. Ranks wait for each other first: gloo aborts if one is still talking."""
@@ -111,6 +113,7 @@ def start(layout: Layout) -> World:
     torch.set_num_threads(threads)
     if env.world_size == 1:
         return World(layout, 0, 1, 0, device, None)
+    check_rendezvous()
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -121,8 +124,10 @@ def start(layout: Layout) -> World:
         device_id=device if device.type == "cuda" else None,
     )
     mesh, axes = make_mesh(layout, device.type)
-    control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, axes)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.timeout_s))
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    _check_devices(device, patient)
+    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, patient, axes)
 
 
 def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, Axis]]:
@@ -143,29 +148,28 @@ def _cores() -> int:
 
 
 def _device(layout: Layout, local_rank: int, local_size: int) -> torch.device:
+    """The GPU of this rank. Where a launcher shows each process but one (SLURM's ``--gpus-per-task=1``), that one."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if layout.device == "cuda" and available < local_size:
-        raise UserError(f"layout.device is cuda, but {local_size} local processes have {available} GPUs")
-    if layout.device == "cpu" or available < local_size:
+    if layout.device == "cpu" or (layout.device == "auto" and not available):
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    if available < local_size and available != 1:
+        raise UserError(
+            f"{local_size} processes on this machine see {available} GPUs; start one process for each GPU,"
+            ' or set layout.device to "cpu"'
+        )
+    device = torch.device("cuda", local_rank if available >= local_size else 0)
     torch.cuda.set_device(device)
-    # Sums by atomic additions would differ from run to run, and a resumed run from one that never stopped.
+    # Sums by atomic additions would differ from run to run, and a resumed run from one that never stopped. Not as a
+    # warning only: with that, attention keeps its atomic additions.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return device
 
 
-def keep_freed_memory() -> None:
-    """Ask the C library to keep freed memory instead of returning it to the system after every large tensor.
-
-    Otherwise each big activation costs its page faults again in every step. Only glibc knows these options; elsewhere
-    this does nothing.
-    """
-    import ctypes
-
-    trim_threshold, mmap_threshold = -1, -3
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
+def _check_devices(device: torch.device, group: ProcessGroup) -> None:
+    """Raises ``SharedUserError`` where two ranks would compute on one GPU."""
+    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    ids = [one for one in gather(mine, group) if one is not None]
+    if len(set(ids)) < len(ids):
+        raise SharedUserError("several processes see the same GPU; start one process for each GPU")

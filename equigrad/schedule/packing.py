@@ -16,7 +16,8 @@ from typing import Literal
 
 from equigrad.errors import UserError
 
-Row = tuple[int, ...]
+RowSamples = tuple[int, ...]
+"""The numbers of the samples of one row, in row order."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class Schedule:
     Example: three samples on two lanes, ``Schedule((((0,), (2,)), ((1,), ())))``: two rounds, the last row empty.
     """
 
-    rounds: tuple[tuple[Row, ...], ...]
+    rounds: tuple[tuple[RowSamples, ...], ...]
 
     @cached_property
     def digest(self) -> str:
         """Equal on all ranks, or the ranks disagree about the work."""
         return hashlib.sha256(json.dumps(self.rounds).encode()).hexdigest()
 
-    def lane(self, lane: int) -> list[Row]:
+    def lane(self, lane: int) -> list[RowSamples]:
         """The rows of one data lane, round by round."""
         return [round_[lane] for round_ in self.rounds]
 
@@ -69,7 +70,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[Row]:
+def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[RowSamples]:
     """First-fit or best-fit decreasing. Equal lengths end up side by side, which attention makes use of."""
     rows: list[list[int]] = []
     free: list[int] = []  # first fit: room left, by row
@@ -91,7 +92,7 @@ def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: int) -> list[Row] | None:
+def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: int) -> list[RowSamples] | None:
     """Longest processing time first: the costliest sample next goes to the cheapest of ``count`` rows that has room.
     None where no row has room for some sample."""
     rows: list[list[int]] = [[] for _ in range(count)]
@@ -111,7 +112,7 @@ def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: in
     return [tuple(sorted(row, key=lambda i: (-lengths[i], i))) for row in rows]
 
 
-def _align(rows: list[Row], costs: Sequence[float], lanes: int) -> list[Row]:
+def _align(rows: list[RowSamples], costs: Sequence[float], lanes: int) -> list[RowSamples]:
     """Split rows until their number divides by ``lanes`` or every row is one sample."""
     rows = list(rows)
     while len(rows) % lanes:
@@ -123,7 +124,7 @@ def _align(rows: list[Row], costs: Sequence[float], lanes: int) -> list[Row]:
     return rows
 
 
-def _halves(row: Row, costs: Sequence[float]) -> list[Row]:
+def _halves(row: RowSamples, costs: Sequence[float]) -> list[RowSamples]:
     """Two rows of about equal cost: the costliest sample next always goes to the cheaper half."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0.0, 0.0]

@@ -215,14 +215,20 @@ def test_no_override_text_escapes_as_anything_but_a_user_error(key: str, text: s
         ("optm.lr", "optim.lr"),
         ("traim", "train"),
         ("data.tokeniser", "data.tokenizer"),
+        ("optim.beta", "optim.betas"),
     ],
 )
 def test_an_unknown_key_gets_the_nearest_one(key: str, close: str) -> None:
     assert f"did you mean '{close}'" in nearest(key)
 
 
-def test_a_key_like_no_other_gets_no_guess() -> None:
-    assert "equigrad train --help" in nearest("zzz.qqq")
+@pytest.mark.parametrize("key", ["zzz.qqq", "data.bogus", "model.5"])
+def test_a_key_like_no_other_gets_no_guess(key: str) -> None:
+    assert nearest(key) == "; `equigrad train --help` lists every key"
+
+
+def test_a_section_is_told_from_its_keys() -> None:
+    assert nearest("observe") == "; it is a section: set one of its keys, as in --observe.log_every VALUE"
 
 
 def test_an_unknown_key_in_a_file_names_file_key_and_fix(tmp_path: Path) -> None:
@@ -287,6 +293,10 @@ def test_a_list_entry_is_named_by_its_place() -> None:
         (["--model.head_dim", "3"], "even head_dim"),
         (["--model.full_attention_layers", "[9]"], "full_attention_layers"),
         (["--optim.betas", "[0.9, 1.0]"], "betas"),
+        (["--optim.betas", "[1]"], "optim.betas: should be [float, float] (given: [1])"),
+        (["--optim.betas", "[1, 2, 3]"], "optim.betas: should be [float, float] (given: [1, 2, 3])"),
+        (["--data.held_out_every", "1"], "data.held_out_every: 1 holds out every document"),
+        (["--data.sources[0].path", "a.txt"], "set the whole list"),
         (["--observe.profile_steps", "[3, 2]"], "first <= last"),
         (["--data.tokenizer.kind", "file"], "path goes with"),
         (["--data.sources", "[]"], "data.sources"),
@@ -309,12 +319,13 @@ def test_impossible_values_are_refused(overrides: list[str], complaint: str) -> 
 
 
 def test_help_lists_every_key_with_type_default_and_doc() -> None:
-    text = help_text()
+    text = help_text(100)
     blocks = text.split("\n  ")
     for key, field in walk(Job):
         assert field.description, f"{key} has no docstring"
         assert any(block.lstrip().startswith(f"--{key} {{") for block in blocks), key
     assert "data.sources[].weight" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_every_section_says_what_it_is() -> None:

@@ -71,6 +71,8 @@ def test_a_dry_run_prints_job_and_size_and_writes_nothing(
     monkeypatch.chdir(elsewhere)
     job = load_job(CONFIGS / f"{preset}.toml")
     given = ["--model.weights", str(weights)] if job.model.weights else []
+    if preset == "finetune":
+        given += ["--data.sources", str(CONFIGS / "finetune.jsonl")]
     assert main(["train", str(CONFIGS / f"{preset}.toml"), "--dry-run", *given]) == 0
     printed = capsys.readouterr().out
     for line in ("# parameters", "# tokens per step", "# steps", "# operations", "# processes", "# memory per rank"):

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,15 @@ def test_a_folder_of_datasets_works_offline(saved: bool, tmp_path: Path, monkeyp
     assert fingerprint(source) == fingerprint(source)
     with pytest.raises(UserError, match="cannot be loaded"):
         texts(f"hf:{folder}", split="nope")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once_and_once() -> None:
+    code = "from equigrad.data.sources import *; next(documents(Source(path='hf:nobody/nothing')))"
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | nowhere, capture_output=True, text=True, timeout=25)
+    assert "UserError: hf:nobody/nothing: cannot be loaded: 127.0.0.1 cannot be reached" in done.stderr
+    assert "Retry" not in done.stderr
 
 
 @given(st.text(st.sampled_from("ab \n\r\té😀"), max_size=60), st.integers(1, 12))
@@ -177,6 +189,18 @@ def test_a_bad_file_is_told_by_place_and_fault(fault: str, tmp_path: Path) -> No
     with pytest.raises(UserError, match=message) as raised:
         texts(file)
     assert str(raised.value).startswith(str(file))
+
+
+@pytest.mark.parametrize("fault", ["text that is not UTF-8", "a date past the year 9999"])
+def test_a_parquet_value_that_python_cannot_hold_is_told(fault: str, tmp_path: Path) -> None:
+    column = (
+        pa.array([b"good", b"\xff"]).view(pa.string())
+        if "UTF-8" in fault
+        else pa.array([1, 10**18]).cast("timestamp[us]")
+    )
+    pq.write_table(pa.table({"text": ["a", "b"], "other": column}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet is damaged or cannot be read"):
+        texts(tmp_path / "bad.parquet")
 
 
 def test_a_source_that_is_not_there_is_told(tmp_path: Path) -> None:

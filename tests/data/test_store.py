@@ -140,6 +140,24 @@ def test_a_killed_build_is_not_mistaken_for_a_store(source: Source, cache: Path)
     assert open_store(source, BYTES, True, cache).offsets.tolist() == [0, 4, 6, 10]
 
 
+def test_what_killed_builds_left_goes_once_nobody_builds(source: Source, cache: Path, tmp_path: Path) -> None:
+    other = Source(path=str(write_jsonl(tmp_path / "other.jsonl", {"text": "other"})))
+    run = start(source, cache, 60)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "building\n"
+    (left,) = cache.iterdir()
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (1, 1))
+    open_store(other, BYTES, True, cache)
+    assert left.exists()  # its process lives
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    run.stdout.close()
+    open_store(other, BYTES, False, cache)
+    assert not left.exists()
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_told(source: Source, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*\$EQUIGRAD_CACHE"):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equigrad.config.data import Batch as BatchConfig
-from equigrad.config.data import Data, Source
+from equigrad.config.data import BatchConfig, Data, Source
 from equigrad.data import stream as module
 from equigrad.data.sources import documents
 from equigrad.data.stream import Batch, Stream
@@ -206,9 +205,10 @@ def test_nothing_held_out_is_nothing(texts: Source) -> None:
     assert (nothing.samples, nothing.tokens, nothing.bytes) == ((), 0, 0)
 
 
-def test_a_source_without_training_samples_is_refused(texts: Source) -> None:
-    with pytest.raises(UserError, match=r"texts\.jsonl has no training samples"):
-        stream(texts, held_out_every=1)
+def test_a_source_without_training_samples_is_refused(tmp_path: Path) -> None:
+    long = Source(path=str(write_jsonl(tmp_path / "long.jsonl", {"prompt": "long", "completion": "longer"})))
+    with pytest.raises(UserError, match=r"long\.jsonl has no training samples"):
+        stream(long, context=4, too_long="drop")
 
 
 def test_dropped_and_left_out_are_in_the_stats(prompts: Source) -> None:

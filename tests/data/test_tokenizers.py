@@ -14,9 +14,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from equigrad.data.chat import CHATML
-from equigrad.data.tokenizers import Tokenizer, byte_tokenizer, read_tokenizer, train_bpe
+from equigrad.data.tokenizers import Tokenizer, _without_long_words, byte_tokenizer, read_tokenizer, train_bpe
 from equigrad.errors import UserError
 from tests.data.conftest import CORPUS
+from tests.jobs import full_disk
 
 BYTES = byte_tokenizer()
 
@@ -99,7 +100,7 @@ def test_saved_tokenizers_load_here_and_in_transformers(kind: str, bpe: Tokenize
     assert (reference.bos_token_id, reference.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     for text, ids in zip(CORPUS, tokenizer.encode_batch(CORPUS), strict=True):
         ordinary = text.replace("<|endoftext|>", "")
-        assert reference(ordinary)["input_ids"] == tokenizer.encode_batch([ordinary])[0].tolist()
+        assert reference(ordinary)["input_ids"] == [tokenizer.bos_id, *tokenizer.encode_batch([ordinary])[0].tolist()]
         assert reference.decode(ids) == text
     messages = [{"role": "user", "content": "Hi"}]
     assert reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith("assistant\n")
@@ -190,3 +191,20 @@ def test_what_is_wrong_with_a_tokenizer_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
         read_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_written_in_full_leaves_the_old_one(bpe: Tokenizer, tmp_path: Path) -> None:
+    BYTES.save(tmp_path)
+    with full_disk(5_000), pytest.raises(OSError, match="File too large"):
+        bpe.save(tmp_path)
+    assert read_tokenizer(tmp_path).digest == BYTES.digest
+    bpe.save(tmp_path)
+    assert read_tokenizer(tmp_path).digest == bpe.digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_cutting_long_words_loses_nothing_and_leaves_other_text_alone() -> None:
+    words = "a b" + "x" * 1024 + "\n" + "y" * 2049 + " " * 3000 + "z"
+    assert [*_without_long_words("a short text\n" * 999)] == ["a short text\n" * 999]
+    assert "".join(_without_long_words(words)) == words
+    assert max(len(word) for part in _without_long_words(words) for word in part.split()) == 1024

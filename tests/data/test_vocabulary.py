@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from equigrad.config.data import Batch, Data, Source
-from equigrad.config.data import Tokenizer as TokenizerConfig
+from equigrad.config.data import BatchConfig, Data, Source, TokenizerConfig
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import Tokenizer, byte_tokenizer
 from equigrad.data.vocabulary import build_tokenizer, training_texts
@@ -71,7 +70,7 @@ def test_the_jobs_chat_template_comes_first(data: Data, tmp_path: Path) -> None:
 def test_moby_dick_is_ready_in_seconds(tmp_path: Path) -> None:
     data = Data(held_out_every=12, cache=str(tmp_path))
     start = time.process_time()
-    stream = Stream(data, Batch(), 0, build_tokenizer(data, tmp_path))
+    stream = Stream(data, BatchConfig(), 0, build_tokenizer(data, tmp_path))
     stream.next_batch()
     # About 1 s of one core; generous, since the machine may be slow.
     assert time.process_time() - start < 6

@@ -73,3 +73,8 @@ def test_no_new_tokens_no_prompts_and_impossible_lengths() -> None:
         generate(model, [[1] * 100], 29)
     with pytest.raises(UserError, match="empty"):
         generate(model, [[]], 3)
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    model = build(make("llama"))
+    assert generate(model, PROMPTS, 5, temperature=1e-307) == generate(model, PROMPTS, 5, temperature=0)

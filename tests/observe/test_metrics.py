@@ -194,3 +194,14 @@ import equigrad.observe.metrics, equigrad.observe.progress, equigrad.observe.pro
 print([m for m in ("torch", "rich", "tensorboard", "wandb", "jinja2", "numpy", "equigrad.trainer") if m in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_when_the_log_is_closed_as_well(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.close()
+    log._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space"):
+        log.log({"kind": "step", "step": 1})
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space"):
+        log.close()

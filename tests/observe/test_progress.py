@@ -44,7 +44,7 @@ def test_a_log_gets_title_start_tenths_and_end() -> None:
     assert lines[:2] == ["a run", "step 0/1000"]
     assert [line.split()[1] for line in lines[2:]] == [f"{100 * n}/1000" for n in range(1, 11)]
     assert re.fullmatch(r"step 500/1000  loss 2\.9\d\d  1\d?\.?\dk tok/s  41% MFU  812 MB  eta 5s", lines[6]), lines[6]
-    assert lines[-1].endswith("took 10s")
+    assert lines[-1].endswith("812 MB")  # how long it took is told by the run, once
 
 
 def test_a_slow_run_gets_a_line_every_half_minute() -> None:
@@ -54,16 +54,22 @@ def test_a_slow_run_gets_a_line_every_half_minute() -> None:
     assert [line.split()[1] for line in stream.getvalue().splitlines()[2:]] == [f"{n}/1000" for n in (3, 6, 9, 12)]
 
 
-def test_an_evaluation_is_always_told_and_stays_on_the_line() -> None:
+def test_an_evaluation_has_a_line_of_its_own_that_names_its_step() -> None:
     clock = Clock()
-    progress, stream = plain(1000, clock)
-    run(progress, clock, range(1, 8), 1000)
-    progress.log(eval_record(7, 1000))
-    run(progress, clock, range(8, 101), 1000)
-    lines = stream.getvalue().splitlines()
-    assert lines[2].startswith("step 7/1000")
-    assert "held-out 7.5" in lines[2]
-    assert "held-out 7.5" in lines[-1]
+    progress, stream = plain(10, clock)
+    for steps, last in ((range(1, 8), 7), (range(8, 11), 10)):
+        run(progress, clock, steps, 10)
+        progress.evaluating()
+        progress.log(eval_record(last, 10))
+    progress.close()
+    lines = stream.getvalue().splitlines()[2:]
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{n}/10" for n in range(1, 11)]
+    assert [line for line in lines if not line.startswith("step")] == [
+        "held-out 3.009 after step 7",
+        "evaluating on all held-out text",
+        "held-out 3.001 after step 10",
+    ]
+    assert not any("held-out" in line for line in lines if line.startswith("step"))
 
 
 def test_an_interrupted_run_tells_where_it_stopped() -> None:
@@ -93,7 +99,7 @@ def test_a_run_without_steps_is_no_error() -> None:
         progress.log(eval_record(0, 1))
 
 
-@pytest.mark.parametrize("width", [20, 60, 200])
+@pytest.mark.parametrize("width", [20, 60, 80, 200])
 def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -110,11 +116,29 @@ def test_the_live_line_fits_its_terminal(monkeypatch: pytest.MonkeyPatch, width:
     assert len(line) < width
     assert line.startswith("50/100")
     words = ["loss", "held-out", "tok/s", "2 skipped", "41% of peak", "812 MB", "eta"]
-    expected = {20: ["loss"], 60: ["loss", "held-out", "tok/s", "eta"], 200: words}[width]
+    some = ["loss", "held-out", "tok/s", "2 skipped", "eta"]
+    expected = {20: ["loss"], 60: ["loss", "held-out", "2 skipped", "eta"], 80: some, 200: words}[width]
     assert [word for word in words if word in line] == expected
-    assert len("".join(re.findall("[━─#]+", line))) == (30 if width == 200 else 0)
+    bar = len("".join(re.findall("[━─#]+", line)))
+    assert bar == {20: 0, 60: 0, 80: 11, 200: 30}[width]
     assert "[a] run" in stream.getvalue()
     assert stream.getvalue().endswith("\x1b[?25h")  # the cursor is visible again
+
+
+def test_the_live_line_tells_of_an_evaluation_and_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with open_progress(20000, stream=Terminal()) as progress:
+        assert isinstance(progress, LiveProgress)
+        progress.log(step_record(12000, 20000))
+        progress.evaluating()
+        assert progress._render().plain.endswith("  evaluating")
+        progress.log(eval_record(12000, 20000))
+        assert "held-out 3.022  " in progress._render().plain
+        progress.log(step_record(12345, 20000))
+        line = progress._render().plain
+    assert "held-out 3.022 at 12k  " in line
+    assert re.search("[━─#]{6}", line)
 
 
 def test_a_loss_that_is_not_finite_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,3 +118,25 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content:
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=name):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("value", ['"3.0"', "[3.0]", "{}"])
+@pytest.mark.parametrize("key", ["loss", "tokens_per_second", "mfu", "total_tokens", "elapsed"])
+def test_a_record_of_the_wrong_type_is_named(tmp_path: Path, key: str, value: str) -> None:
+    run = write_run(tmp_path / "run", 3, summary=None)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"kind": "step", "step": 4, "{key}": {value}}}\n')
+    with pytest.raises(UserError, match=rf"metrics\.jsonl: step 4: {key} must be a number, not (str|list|dict)"):
+        write_report(run)
+
+
+@pytest.mark.parametrize("key", ["held_out_loss", "held_out_bits_per_byte"])
+def test_an_evaluation_or_summary_of_the_wrong_type_is_named(tmp_path: Path, key: str) -> None:
+    run = write_run(tmp_path / "run", 3, summary={key: "3.0"})
+    with pytest.raises(UserError, match=rf"summary\.json: {key} must be a number, not str"):
+        write_report(run)
+    (run / "summary.json").unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"kind": "eval", "step": 3, "{key}": "3.0"}}\n')
+    with pytest.raises(UserError, match=rf"metrics\.jsonl: step 3: {key} must be a number, not str"):
+        write_report(run)

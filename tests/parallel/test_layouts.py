@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.stop import StopRequest
 from tests.jobs import assemble, make_trainer, tiny_job, whole_parameters
 from tests.workers import Workers
 

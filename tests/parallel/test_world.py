@@ -1,5 +1,6 @@
 """Processes, placements and the small collectives of the loop."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,37 @@ def test_a_world_that_does_not_fit_the_layout_is_refused(monkeypatch: pytest.Mon
         start(Layout(dp_shard=2))
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it must be a whole number"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "RANK is ''"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0.5"}, "LOCAL_RANK is '0.5'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2 processes"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1 of 2 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0 processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "-1 on its machine"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "any"}, "MASTER_PORT is 'any'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
+        ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many'"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "x", "SLURM_STEP_NODELIST": "a"}, "SLURM_PROCID is 'x'"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_makes_no_sense_is_named(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what the function sets is taken back
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        start(Layout(dp_shard=2))
+
+
 def _shards(rows: int) -> list[tuple[Placement, Any]]:
     from torch.distributed.fsdp import fully_shard
 
@@ -96,16 +128,16 @@ def _collectives() -> list[Any]:
             return f"made by {world.rank}"
 
         try:
-            world.everywhere(action)
+            world.run_where(True, action)
         except SharedUserError as error:
             problems.append(str(error))
     try:
         world.agree("same" if world.rank != 3 else "other", "the plan")
     except RuntimeError as error:
         problems.append(str(error))
-    one = world.everywhere(lambda: "main only", when=world.is_main)
+    one = world.run_where(world.is_main, lambda: "main only")
     try:
-        world.everywhere(lambda: 1 // (world.rank - 1))
+        world.run_where(True, lambda: 1 // (world.rank - 1))
     except (ZeroDivisionError, PeerError) as error:
         problems.append(type(error).__name__)
     return [world.sum([1.0, world.rank]), problems, one]
@@ -126,4 +158,4 @@ def test_alone_every_collective_is_the_identity(tmp_path: Path) -> None:
     assert world.sum([2.5]) == [2.5]
     world.agree("x", "anything")
     with pytest.raises(UserError, match="no"):
-        world.everywhere(lambda: (_ for _ in ()).throw(UserError("no")))
+        world.run_where(True, lambda: (_ for _ in ()).throw(UserError("no")))

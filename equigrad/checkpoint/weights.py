@@ -1,0 +1,16 @@
+"""Where weights lie. Torch-free."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from equigrad.config.model import Model
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where weights come from: a Hugging Face folder, or a checkpoint of a run of ours."""
+
+    folder: Path
+    model: Model
+    tokenizer: Path | None
+    checkpoint: Path | None

@@ -1,0 +1,39 @@
+"""Writing files: in one piece, and with errors that say what could not be written."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from equigrad.errors import UserError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with a file or folder while it is written (a full disk, say) is a ``UserError``."""
+    try:
+        yield
+    except OSError as error:
+        at = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+        raise UserError(f"cannot write {path}: {error.strerror or error}{at}") from None
+
+
+@contextmanager
+def in_one_piece(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write to; in the end it becomes ``path``. An error leaves ``path`` as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    yield aside
+    aside.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one piece. ``UserError`` where the folder cannot be written."""
+    with writing(path), in_one_piece(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one piece."""
+    write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,134 @@
+"""Jobs, words and environments that say what cannot be."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from equigrad.cli import main
+from tests.bad_input.given import Bad, job, job_from, message
+from tests.jobs import command
+
+
+def test_a_missing_job_file_is_named(bad: Bad) -> None:
+    assert bad("train", "nothing.toml") == "no job file at nothing.toml"
+
+
+def test_a_job_file_that_is_not_toml_is_named_with_the_line(bad: Bad) -> None:
+    Path("bad.toml").write_text("[train]\nsteps =\n")
+    assert bad("train", "bad.toml").startswith("bad.toml: not valid TOML")
+    Path("bad.toml").write_text("[train]\nsteps =\n")
+    assert "line 2" in bad("train", "bad.toml")
+
+
+def test_an_unknown_key_gets_the_nearest_one(bad: Bad) -> None:
+    Path("bad.toml").write_text("[optim]\nlearning = 1\nlrr = 3\n")
+    found = bad("train", "bad.toml")
+    assert "bad.toml: unknown key 'optim.lrr'; did you mean 'optim.lr'?" in found
+    assert "'train.steps'" in bad("train", job(), "--train.step", "3")
+
+
+def test_a_wrong_type_is_named(bad: Bad) -> None:
+    assert "command line: train.steps" in bad("train", job(), "--train.steps", "many")
+
+
+def test_parallelism_that_is_not_there_is_refused(bad: Bad) -> None:
+    for degree in ("cp", "tp", "pp", "ep"):
+        assert "dp_replicate and dp_shard only" in bad("train", job(), f"--layout.{degree}", "2")
+
+
+@pytest.mark.parametrize(("started", "shards"), [(1, 2), (3, 2)])
+def test_a_layout_that_does_not_fit_the_processes_is_refused(started: int, shards: int) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": str(started), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(started)}
+    done = command("train", job(layout__dp_shard=shards), env=ranks)
+    found = message(done.returncode, done.stderr)
+    assert f"dp_shard {shards}" in found
+    assert f"does not fit the {started} process" in found
+
+
+def test_an_environment_that_makes_no_sense_is_refused(bad: Bad, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for words in (["train", job()], ["eval", run], ["generate", run]):
+        assert "RANK is 'first'; it must be a whole number" in bad(*words)
+    monkeypatch.setenv("RANK", "2")  # a process that waits for ranks that never come tells nothing at all
+    assert "rank 2 of 2 processes" in bad("train", job(layout__dp_shard=2))
+
+
+def test_gpus_that_are_not_there_are_named(bad: Bad, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "layout.device is cuda" in bad("train", job(layout__device="cuda"))
+
+
+def test_a_context_longer_than_the_model_allows_is_refused(bad: Bad, run: Path, model: Path) -> None:
+    file = job()
+    for words in (
+        ["train", file, "--model.max_position_embeddings", "32"],
+        ["train", file, "--data.context", "96", "--batch.row_tokens", "96", "--model.max_position_embeddings", "95"],
+        ["eval", run, "--data.context", "3000", "--batch.row_tokens", "3000", "--batch.tokens", "3000"],
+        ["generate", run, "--prompt", "a", "--max-tokens", "3000"],
+    ):
+        found = bad(*words)
+        assert "longer than the model" in found
+        assert "max_position_embeddings" in found
+    # The limit of given weights is theirs.
+    found = bad("train", job_from(model), "--data.context", "3000")
+    assert "longer than the model in model allows: max_position_embeddings is 2048" in found
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(bad: Bad, run: Path, model: Path) -> None:
+    assert "the tokenizer has 257 tokens, but model.vocab_size is 100" in bad("train", job(model__vocab_size=100))
+    assert main(["tokenizer", "train", "good.txt", "--vocab-size", "300", "--out", "large"]) == 0
+    shutil.copy("large/tokenizer.json", model)
+    for words in (["generate", model, "--prompt", "a"], ["eval", model, "--data.held_out_sources", "good.txt"]):
+        assert "tokens, but model.vocab_size is 257" in bad(*words)
+
+
+def test_a_tokenizer_that_is_none_is_named(bad: Bad) -> None:
+    given = {"data__tokenizer": {"kind": "file", "path": "good.txt"}, "model__vocab_size": None}
+    assert "good.txt is not a tokenizer.json" in bad("train", job(**given))
+    Path("good.txt").unlink()
+    assert "no tokenizer at good.txt" in bad("train", job(**given))
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "asks"),
+    [
+        ("wandb", "wandb", {"observe__wandb_project": "p"}),
+        ("tensorboard", "tensorboard", {"observe__tensorboard": True}),
+        ("datasets", "data", {"data__sources": ["good.txt", "hf:some/name"]}),
+        ("pyarrow", "data", {"data__held_out_sources": "a.parquet"}),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named_before_any_work(
+    package: str, extra: str, asks: dict[str, object], bad: Bad, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    file = job(**asks)
+    for words in (["train", file, "--run", "new"], ["train", file, "--run", "new", "--layout.dp_shard", "2"]):
+        assert f"the job asks for {package}, which is not installed: pip install 'equigrad[{extra}]'" in bad(*words)
+    assert sorted(path.name for path in Path().iterdir()) == ["good.txt", "job.toml"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--temperature", value) for value in ("-1", "-0.01", "nan", "inf", "-inf")),
+        *(("--top-p", value) for value in ("0", "-0.5", "1.5", "nan", "inf")),
+        ("--max-tokens", "-1"),
+        ("--prompt-file", "no"),
+    ],
+)
+def test_a_sampling_that_makes_no_sense_is_refused(words: tuple[str, str], bad: Bad, run: Path) -> None:
+    bad("generate", run, *words)
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused(bad: Bad) -> None:
+    found = bad("tokenizer", "train", "good.txt", "--vocab-size", "258", "--out", "t")
+    assert "--vocab-size must be at least 259" in found
+
+
+def test_the_tiny_job_is_good() -> None:
+    """The counterpart of all tests above: without a fault the same job runs."""
+    assert main(["train", job()]) == 0
