@@ -411,8 +411,9 @@ def programs(schedule: PipelineSchedule, cost: Cost = unit_cost) -> tuple[Progra
     consumers: dict[_Product, tuple[int, int]] = {}
     for rank, actions in enumerate(schedule.actions):
         for index, action in enumerate(actions):
-            if isinstance(action, Action) and action.kind != "weight_backward":
-                consumers |= dict.fromkeys(_needs(action, schedule.stages), (rank, index))
+            if isinstance(action, Action):
+                foreign = (p for p in _needs(action, schedule.stages) if p[1] != action.stage)
+                consumers |= dict.fromkeys(foreign, (rank, index))
     moments: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.actions]
     for rank, spans in enumerate(simulation.spans):
         for index, span in enumerate(spans):

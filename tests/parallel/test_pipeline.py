@@ -1,0 +1,275 @@
+"""A pipeline of real processes computes what one process does, whatever the schedule and the token counts."""
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from equigrad.numerics.deferred import DeferredWeightGradients
+from equigrad.numerics.native import NativeOps
+from equigrad.numerics.row import Row
+from equigrad.parallel.pipeline import Hidden, Stage, run_pipeline
+from equigrad.schedule.pipeline import PipelineKind, pipeline, programs, sized_cost
+from tests.workers import Workers
+
+Pools = Callable[[int], Workers]
+KINDS: tuple[PipelineKind, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+LAYERS, WIDTH, VOCAB = 8, 6, 11
+TOKENS = (9, 1, 0, 3, 10)
+OPS = NativeOps()
+
+
+class Layer(nn.Module):
+    """Norm, gated feed-forward and residual."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.norm = nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 2) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, row: Row) -> Tensor:
+        x, branch = OPS.fork(x, row)
+        branch = OPS.norm(branch, self.norm, 1e-6, row)
+        gate, up = OPS.linears(branch, [self.gate, self.up], [None, None], row)
+        return OPS.add(x, OPS.linear(OPS.gated(gate, up, row), self.down, None, row), row)
+
+
+class Part(nn.Module):
+    """Some of the layers, the embedding before the first and the head after the last."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): Layer(i) for i in layers})
+        generator = torch.Generator().manual_seed(99)
+        ends = torch.randn(2, VOCAB, WIDTH, generator=generator)
+        self.embedding = nn.Parameter(ends[0].clone()) if 0 in layers else None
+        self.head = nn.Parameter(ends[1].clone()) if LAYERS - 1 in layers else None
+
+    def forward(self, x: Tensor, labels: Tensor, row: Row, count: int) -> Tensor:
+        if self.embedding is not None:
+            x = OPS.embedding(x, self.embedding, row)
+        for layer in self.layers.values():
+            x = layer(x, row)
+        return x if self.head is None else OPS.cross_entropy(x, self.head, labels, row).sum() / count
+
+
+def rows(tokens: Sequence[int], lane: int = 0) -> list[tuple[Tensor, Tensor, Row]]:
+    """Ids, labels and row of each micro-batch of a data lane."""
+    made = []
+    for microbatch, length in enumerate(tokens):
+        generator = torch.Generator().manual_seed(1000 * lane + microbatch)
+        ids, labels = torch.randint(VOCAB, (2, length), generator=generator)
+        made.append((ids, labels, Row.of([length])))
+    return made
+
+
+class PartStage:
+    """A stage on given rows, as the executor wants it."""
+
+    def __init__(self, part: nn.Module, data: Sequence[tuple[Tensor, Tensor, Row]], count: int) -> None:
+        self.module, self.data, self.count = part, data, count
+        self.failing: int | None = None
+        self.outputs: list[Any] = []
+
+    def forward(self, x: Tensor | None, microbatch: int) -> Tensor:
+        if microbatch == self.failing:
+            raise ArithmeticError("as asked")
+        ids, labels, row = self.data[microbatch]
+        y = self.module(ids if x is None else x, labels, row, self.count)
+        self.outputs.append(weakref.ref(y))
+        return y
+
+
+def split(stages: int) -> list[range]:
+    per_stage = LAYERS // stages
+    return [range(s * per_stage, (s + 1) * per_stage) for s in range(stages)]
+
+
+def hidden(tokens: Sequence[int]) -> Hidden:
+    return Hidden(lambda stage, microbatch: (tokens[microbatch], WIDTH), torch.float32, torch.device("cpu"))
+
+
+@functools.cache
+def fresh_group(ranks: tuple[int, ...], seconds: float = 30) -> dist.ProcessGroup:
+    """A group of its own for every test, so that what one leaves unfinished never meets another."""
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timedelta(seconds=seconds)))
+
+
+Result = tuple[dict[int, Tensor], dict[str, Tensor]]
+
+
+def pipelined(kind: PipelineKind, stages_per_rank: int, tokens: Sequence[int], sized: bool = False) -> Result:
+    """Losses and gradients that this rank holds after one step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = fresh_group(tuple(range(ranks)))
+    schedule = pipeline(kind, ranks, stages_per_rank, len(tokens))
+    cost = sized_cost([1 + 10 * t for t in tokens]) if sized else sized_cost([1] * len(tokens))
+    program, layers = programs(schedule, cost)[rank], split(schedule.stages)
+    stages = {s: PartStage(Part(layers[s]), rows(tokens), sum(tokens)) for s in range(rank, schedule.stages, ranks)}
+    losses = run_pipeline(program, stages, hidden(tokens), DeferredWeightGradients, group)
+    return losses, gradients([stage.module for stage in stages.values()])
+
+
+def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """All gradients; a parameter without one fails here. Sharded ones are gathered."""
+    named = [(n, cast(Any, p.grad)) for part in parts for n, p in part.named_parameters()]
+    assert all(g is not None for _, g in named)
+    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g) for n, g in named}
+
+
+def several(kinds: Sequence[PipelineKind], stages_per_rank: int, tokens: Sequence[int]) -> list[Result]:
+    return [pipelined(kind, stages_per_rank, tokens) for kind in kinds] + [
+        pipelined(kinds[-1], stages_per_rank, tokens, sized=True)
+    ]
+
+
+@functools.cache
+def reference(tokens: tuple[int, ...], lanes: int = 1) -> Result:
+    """One process, one row after the other."""
+    whole = Part(range(LAYERS))
+    losses = {}
+    for lane in range(lanes):
+        for microbatch, (ids, labels, row) in enumerate(rows(tokens, lane)):
+            loss = whole(ids, labels, row, lanes * sum(tokens))
+            loss.backward()
+            losses[lane * len(tokens) + microbatch] = loss.detach()
+    return losses, gradients([whole])
+
+
+def assert_close(result: Result, wanted: Result) -> None:
+    for have, want in zip(result, wanted, strict=True):
+        assert have.keys() == want.keys()
+        for name, tensor in want.items():  # type: ignore[attr-defined]
+            assert (have[name] - tensor).norm() <= 1e-5 * tensor.norm(), name  # type: ignore[index]
+
+
+def merged(parts: Sequence[Result]) -> Result:
+    """The results of all ranks; no two hold the same thing."""
+    losses: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for some, own in parts:
+        assert not losses.keys() & some.keys()
+        assert not found.keys() & own.keys()
+        losses, found = losses | some, found | own
+    return losses, found
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("tokens", [TOKENS, (4,), (0, 5, 2, 0, 0, 7, 1, 3, 0)])
+def test_every_schedule_computes_what_one_process_does(
+    workers: Pools, ranks: int, stages_per_rank: int, tokens: tuple[int, ...]
+) -> None:
+    by_rank = workers(ranks).run(several, KINDS, stages_per_rank, tokens)
+    assert [set(losses) for losses, _ in [results[0] for results in by_rank]] == [set()] * (ranks - 1) + [
+        set(range(len(tokens)))
+    ]
+    results = [merged([results[k] for results in by_rank]) for k in range(len(KINDS) + 1)]
+    for result in results:
+        assert_close(result, reference(tokens))
+        for have, first in zip(result, results[0], strict=True):
+            assert all(torch.equal(have[k], first[k]) for k in first)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_of_one_process_hand_their_tensors_on(kind: PipelineKind) -> None:
+    program = programs(pipeline(kind, 1, 4, len(TOKENS)))[0]
+    stages = {s: PartStage(Part(part), rows(TOKENS), sum(TOKENS)) for s, part in enumerate(split(4))}
+    losses = run_pipeline(program, stages, hidden(TOKENS), DeferredWeightGradients)
+    assert_close((losses, gradients([stage.module for stage in stages.values()])), reference(TOKENS))
+
+
+def sharded(kind: PipelineKind, stages_per_rank: int, blocks: bool) -> tuple[int, list[Result]]:
+    """Two steps of two pipeline ranks on two data lanes; returns the data lane and each step's result."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    rank, lane = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+    schedule = pipeline(kind, 2, stages_per_rank, len(TOKENS))
+    stages: dict[int, Stage] = {}
+    for number in range(rank, schedule.stages, 2):
+        part = Part(split(schedule.stages)[number])
+        for module in [*(part.layers.values() if blocks else ()), part]:
+            unit = fully_shard(module, mesh=mesh["data"], reshard_after_forward=True)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        stages[number] = PartStage(part, rows(TOKENS, lane), 2 * sum(TOKENS))
+    results = []
+    for _ in range(2):
+        group, program = mesh.get_group("pipeline"), programs(schedule)[rank]
+        losses = run_pipeline(program, stages, hidden(TOKENS), DeferredWeightGradients, group)
+        results.append((losses, gradients([stage.module for stage in stages.values()])))
+        for stage in stages.values():
+            for parameter in stage.module.parameters():
+                assert hasattr(parameter, "full_tensor"), "the parameters are not sharded again"
+                parameter.grad = None
+    return lane, results
+
+
+@pytest.mark.parametrize(("stages_per_rank", "blocks"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_stages_reduce_all_gradients_once(
+    workers: Pools, kind: PipelineKind, stages_per_rank: int, blocks: bool
+) -> None:
+    by_rank = workers(4).run(sharded, kind, stages_per_rank, blocks)
+    for step in range(2):
+        losses: dict[int, Tensor] = {}
+        for lane, results in by_rank:
+            losses |= {lane * len(TOKENS) + m: loss for m, loss in results[step][0].items()}
+        for lane in range(2):
+            _, found = merged([results[step] for at, results in by_rank if at == lane])
+            assert_close((losses, found), reference(TOKENS, 2))
+
+
+def failing(kind: PipelineKind) -> tuple[str, list[str], float]:
+    """Rank 1 fails in the middle; says what each rank learns and when."""
+    rank, started = dist.get_rank(), time.perf_counter()
+    group = cast(dist.ProcessGroup, dist.new_group([0, 1], timeout=timedelta(seconds=2)))
+    program = programs(pipeline(kind, 2, 1, len(TOKENS)))[rank]
+    stage = PartStage(Part(split(2)[rank]), rows(TOKENS), sum(TOKENS))
+    stage.failing = 3 if rank == 1 else None
+    try:
+        run_pipeline(program, {rank: stage}, hidden(TOKENS), DeferredWeightGradients, group)
+    except Exception as error:
+        return type(error).__name__, getattr(error, "__notes__", []), time.perf_counter() - started
+    return "nothing", [], time.perf_counter() - started
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
+def test_a_failing_rank_leaves_nobody_waiting(workers: Pools, kind: PipelineKind) -> None:
+    (other, _, waited), (own, notes, _) = workers(2).run(failing, kind)
+    assert own == "ArithmeticError"
+    assert notes == ["pipeline rank 1, forward of stage 1, micro-batch 3"]
+    assert other in ("RuntimeError", "DistBackendError")
+    assert waited < 20
+
+
+def test_the_outputs_of_stages_are_not_kept() -> None:
+    """A stage's output lives on as the next stage's input at most; here the stages are one process."""
+    tokens = [7] * 6
+    stages = {s: PartStage(Part(part), rows(tokens), sum(tokens)) for s, part in enumerate(split(2))}
+    run_pipeline(programs(pipeline("gpipe", 1, 2, 6))[0], stages, hidden(tokens), DeferredWeightGradients)
+    assert all(output() is None for stage in stages.values() for output in stage.outputs)
+
+
+def test_what_does_not_fit_the_program_is_refused() -> None:
+    program = programs(pipeline("1f1b", 1, 2, len(TOKENS)))[0]
+    stages = {s: PartStage(Part(part), rows(TOKENS), sum(TOKENS)) for s, part in enumerate(split(2))}
+    with pytest.raises(ValueError, match=r"rank 0 needs stages \[0, 1\], not \[1\]"):
+        run_pipeline(program, {1: stages[1]}, hidden(TOKENS), DeferredWeightGradients)
+    two = programs(pipeline("1f1b", 2, 1, len(TOKENS)))[1]
+    with pytest.raises(ValueError, match="this is rank 0 of 1, the program is for rank 1 of 2"):
+        run_pipeline(two, {1: stages[1]}, hidden(TOKENS), DeferredWeightGradients)
+    with pytest.raises(ValueError, match=r"float32 \[9, 6\] leaves the stage, not torch.float32 \[8, 6\] as announced"):
+        run_pipeline(program, stages, hidden([8, *TOKENS[1:]]), DeferredWeightGradients)
