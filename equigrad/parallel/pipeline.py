@@ -4,6 +4,7 @@ It knows tensors, messages, autograd and sharded parameters. It does not know wh
 stand in their order: ``equigrad.schedule.pipeline`` makes the program, this side of the arrows sees only its records.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def run_pipeline(
     group: ProcessGroup | None = None,
 ) -> dict[int, Tensor]:
     """Forward and backward of all micro-batches; afterwards every parameter of ``stages`` has its gradient added.
+    Where the program has no backward actions, only the losses are computed, without a graph.
 
     stages: this rank's, by number
     defer:  makes the collectors for split backward passes: ``equigrad.numerics.deferred.DeferredWeightGradients``
@@ -83,15 +85,19 @@ def run_pipeline(
     if set(stages) != own:
         raise ValueError(f"rank {rank} needs stages {sorted(own)}, not {sorted(stages)}")
     run = _Run(program, stages, hidden, defer, group)
-    for step in program.steps:
-        try:
-            run.perform(step)
-        except Exception as error:
-            error.add_note(f"pipeline rank {rank}, {step}")
-            raise
-    run.finish()
+    with torch.set_grad_enabled(program.backward):
+        for step in program.steps:
+            try:
+                run.perform(step)
+            except Exception as error:
+                error.add_note(f"pipeline rank {rank}, {step}")
+                raise
+    run.settle(0)
     return run.losses
 
+
+# A rank that is ahead of its neighbours goes on, but not so far that what it sends fills its memory.
+_SENDS_IN_FLIGHT = 4
 
 # What passes between stages: (what, the stage that needs it, micro-batch).
 _Key = tuple[str, int, int]
@@ -102,7 +108,7 @@ class _Run:
 
     values:   hidden states and gradients that wait for the action or the message that needs them
     arriving: receives that are posted, by what they bring
-    leaving:  sends that are posted
+    leaving:  sends that are posted; they hold what they send
     entered:  of (stage, micro-batch): the hidden state that entered, until its gradient is there
     left:     of (stage, micro-batch): where the backward pass begins. Not the output itself, so its memory is free as
               soon as it is sent, unless the backward pass needs it
@@ -117,10 +123,10 @@ class _Run:
         group: ProcessGroup | None,
     ) -> None:
         self.stages, self.hidden, self.defer, self.group = stages, hidden, defer, group
-        self.rank, self.last = program.rank, program.stages - 1
+        self.rank, self.last, self.backward_follows = program.rank, program.stages - 1, program.backward
         self.values: dict[_Key, Tensor] = {}
-        self.arriving: dict[_Key, tuple[Transfer, Work]] = {}
-        self.leaving: list[tuple[Transfer, Work]] = []
+        self.arriving: dict[_Key, Work] = {}
+        self.leaving: deque[Work] = deque()
         self.entered: dict[tuple[int, int], Tensor] = {}
         self.left: dict[tuple[int, int], GradientEdge | None] = {}
         self.deferred: dict[tuple[int, int], Deferral] = {}
@@ -133,6 +139,8 @@ class _Run:
             _unshard(self.stages[step.stage].module)
         elif step.kind == "reduce":
             _reduce(self.stages[step.stage].module)
+        elif step.kind == "reshard":
+            _reshard(self.stages[step.stage].module)
         elif step.kind == "forward":
             self.forward(step.stage, step.microbatch)
         elif step.kind == "backward":
@@ -147,9 +155,12 @@ class _Run:
     def forward(self, stage: int, microbatch: int) -> None:
         x = None
         if stage > 0:
-            x = self.entered[stage, microbatch] = self.take("activation", stage, microbatch).requires_grad_()
+            x = self.take("activation", stage, microbatch)
+            if self.backward_follows:
+                self.entered[stage, microbatch] = x.requires_grad_()
         y = self.stages[stage].forward(x, microbatch)
-        self.left[stage, microbatch] = get_gradient_edge(y) if y.requires_grad else None
+        if self.backward_follows:
+            self.left[stage, microbatch] = get_gradient_edge(y) if y.requires_grad else None
         if stage == self.last:
             self.losses[microbatch] = y.detach()
             return
@@ -174,23 +185,11 @@ class _Run:
         """A value that another stage has made; waits until it is there."""
         key = what, stage, microbatch
         if key in self.arriving:
-            transfer, work = self.arriving.pop(key)
-            work.wait()
-            self.release(transfer)
+            self.arriving.pop(key).wait()
         return self.values.pop(key)
 
-    def release(self, received: "Transfer") -> None:
-        """Let go of what the sender of this message must have received before it made it."""
-        kept = []
-        for sent, work in self.leaving:
-            if sent.target == received.source and sent.consumed <= received.produced:
-                work.wait()
-            else:
-                kept.append((sent, work))
-        self.leaving = kept
-
     def exchange(self, transfers: "tuple[Transfer, ...]") -> None:
-        """Post messages and wait for none. What has no elements needs no message."""
+        """Post messages, and wait for none of them. What has no elements needs no message."""
         from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
         posted, operations = [], []
@@ -212,15 +211,15 @@ class _Run:
         # NCCL answers a batch with one handle.
         for transfer, work in zip(posted, works if len(works) == len(posted) else works * len(posted), strict=True):
             if transfer.source == self.rank:
-                self.leaving.append((transfer, work))
+                self.leaving.append(work)
             else:
-                self.arriving[transfer.what, transfer.stage, transfer.microbatch] = transfer, work
+                self.arriving[transfer.what, transfer.stage, transfer.microbatch] = work
+        self.settle(_SENDS_IN_FLIGHT)
 
-    def finish(self) -> None:
-        """Wait until everything that was sent is with its receiver."""
-        for _, work in self.leaving:
-            work.wait()
-        self.leaving = []
+    def settle(self, most: int) -> None:
+        """Wait until at most ``most`` sends are on their way. The order of the program allows to wait for any."""
+        while len(self.leaving) > most:
+            self.leaving.popleft().wait()
 
 
 def _units(module: nn.Module) -> list[Any]:
@@ -257,3 +256,9 @@ def _reduce(module: nn.Module) -> None:
     # What FSDP has autograd call at the end of a backward pass. Here the last gradients did not come from one, and no
     # public method says so.
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _reshard(module: nn.Module) -> None:
+    """Shard the parameters again where there was no backward pass."""
+    for unit in _units(module):
+        unit.reshard()

@@ -34,10 +34,14 @@ class Action:
 
 @dataclass(frozen=True)
 class StageAction:
-    """Where parameters are sharded: ``unshard`` gathers those of a stage, ``reduce`` sums its gradients over
-    the data lanes and shards both again."""
+    """Where data parallelism shards parameters: what happens to those of a stage.
 
-    kind: Literal["unshard", "reduce"]
+    unshard: gather them
+    reduce:  sum their gradients over the data lanes, and shard both again
+    reshard: only shard them again, where there are no gradients
+    """
+
+    kind: Literal["unshard", "reduce", "reshard"]
     stage: int
 
     def __str__(self) -> str:
@@ -49,12 +53,16 @@ Actions = tuple[Action | StageAction, ...]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """``actions[rank]`` in the order in which that rank performs them. Stage ``s`` lives on rank ``s % ranks``."""
+    """``actions[rank]`` in the order in which that rank performs them. Stage ``s`` lives on rank ``s % ranks``.
+
+    backward: whether gradients are computed
+    """
 
     ranks: int
     stages_per_rank: int
     microbatches: int
     actions: tuple[Actions, ...]
+    backward: bool = True
 
     @property
     def stages(self) -> int:
@@ -81,9 +89,7 @@ def pipeline(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches:
 
     Every kind adds up the gradients of a stage in micro-batch order.
     """
-    for name, value in (("ranks", ranks), ("stages_per_rank", stages_per_rank), ("microbatches", microbatches)):
-        if value < 1:
-            raise ValueError(f"a pipeline needs {name} >= 1, not {value}")
+    _check_sizes(ranks, stages_per_rank, microbatches)
     if kind == "gpipe":
         lists = _all_forward_all_backward(ranks, stages_per_rank, microbatches)
     elif kind == "zero_bubble":
@@ -92,15 +98,30 @@ def pipeline(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches:
         lists = _one_forward_one_backward(ranks, stages_per_rank, microbatches)
     else:
         raise ValueError(f"no pipeline schedule is called {kind!r}; there are {', '.join(get_args(PipelineKind))}")
-    return PipelineSchedule(ranks, stages_per_rank, microbatches, tuple(_with_parameters(a) for a in lists))
+    actions = tuple(_with_parameters(a, "reduce") for a in lists)
+    return PipelineSchedule(ranks, stages_per_rank, microbatches, actions)
+
+
+@lru_cache(maxsize=64)
+def forward_pipeline(ranks: int, stages_per_rank: int, microbatches: int) -> PipelineSchedule:
+    """The schedule of an evaluation: forwards only."""
+    _check_sizes(ranks, stages_per_rank, microbatches)
+    lists = (_forwards(rank, ranks, stages_per_rank, _groups(ranks, microbatches)) for rank in range(ranks))
+    actions = tuple(_with_parameters([Action("forward", s, m) for s, m in pairs], "reshard") for pairs in lists)
+    return PipelineSchedule(ranks, stages_per_rank, microbatches, actions, backward=False)
+
+
+def _check_sizes(ranks: int, stages_per_rank: int, microbatches: int) -> None:
+    for name, value in (("ranks", ranks), ("stages_per_rank", stages_per_rank), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"a pipeline needs {name} >= 1, not {value}")
 
 
 def _all_forward_all_backward(ranks: int, per_rank: int, microbatches: int) -> list[list[Action]]:
-    lists = []
+    whole, lists = [range(microbatches)], []
     for rank in range(ranks):
-        stages = range(rank, ranks * per_rank, ranks)
-        forward = [Action("forward", s, m) for s in stages for m in range(microbatches)]
-        lists.append(forward + [Action("backward", s, m) for s in reversed(stages) for m in range(microbatches)])
+        forwards = [Action("forward", s, m) for s, m in _forwards(rank, ranks, per_rank, whole)]
+        lists.append(forwards + [Action("backward", s, m) for s, m in _backwards(rank, ranks, per_rank, whole)])
     return lists
 
 
@@ -110,6 +131,16 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     count = max(1, microbatches // ranks)
     bounds = [microbatches * i // count for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
+
+
+def _forwards(rank: int, ranks: int, per_rank: int, groups: Sequence[range]) -> list[tuple[int, int]]:
+    """(stage, micro-batch) in the order of forwards: each group through all stages of the rank."""
+    return [(s, m) for group in groups for s in range(rank, ranks * per_rank, ranks) for m in group]
+
+
+def _backwards(rank: int, ranks: int, per_rank: int, groups: Sequence[range]) -> list[tuple[int, int]]:
+    """The same through the stages in reverse."""
+    return [(s, m) for group in groups for s in reversed(range(rank, ranks * per_rank, ranks)) for m in group]
 
 
 def _warm_up(rank: int, ranks: int, per_rank: int, groups: Sequence[range]) -> int:
@@ -125,9 +156,8 @@ def _one_forward_one_backward(ranks: int, per_rank: int, microbatches: int) -> l
     """Megatron-LM's order, for any number of micro-batches: warm up, alternate, cool down."""
     groups, lists = _groups(ranks, microbatches), []
     for rank in range(ranks):
-        stages = range(rank, ranks * per_rank, ranks)
-        forwards = [Action("forward", s, m) for group in groups for s in stages for m in group]
-        backwards = [Action("backward", s, m) for group in groups for s in reversed(stages) for m in group]
+        forwards = [Action("forward", s, m) for s, m in _forwards(rank, ranks, per_rank, groups)]
+        backwards = [Action("backward", s, m) for s, m in _backwards(rank, ranks, per_rank, groups)]
         warm_up = min(len(forwards), _warm_up(rank, ranks, per_rank, groups))
         actions = forwards[:warm_up]
         for pair in zip(forwards[warm_up:], backwards, strict=False):
@@ -144,9 +174,8 @@ class _Worker:
     """
 
     def __init__(self, rank: int, ranks: int, per_rank: int, groups: Sequence[range]) -> None:
-        stages = range(rank, ranks * per_rank, ranks)
-        self.forwards = deque((s, m) for group in groups for s in stages for m in group)
-        self.backwards = deque((s, m) for group in groups for s in reversed(stages) for m in group)
+        self.forwards = deque(_forwards(rank, ranks, per_rank, groups))
+        self.backwards = deque(_backwards(rank, ranks, per_rank, groups))
         self.weights: deque[tuple[int, int]] = deque()
         self.max_active, self.max_held = (_warm_up(r, ranks, per_rank, groups) + 1 for r in (rank, 0))
         self.active, self.held = 0, 0
@@ -192,15 +221,15 @@ def _zero_bubble(ranks: int, per_rank: int, microbatches: int) -> list[list[Acti
     return [worker.actions for worker in workers]
 
 
-def _with_parameters(actions: Sequence[Action]) -> Actions:
-    """Gather a stage's parameters one action ahead of its first, reduce its gradients right after its last."""
+def _with_parameters(actions: Sequence[Action], end: Literal["reduce", "reshard"]) -> Actions:
+    """Gather a stage's parameters one action ahead of its first, ``end`` right after its last."""
     first = {a.stage: i for i, a in reversed(list(enumerate(actions)))}
     last = {a.stage: i for i, a in enumerate(actions)}
     result: list[Action | StageAction] = []
     for i, action in enumerate(actions):
         result += [StageAction("unshard", s) for s, at in first.items() if max(at - 1, 0) == i]
         result.append(action)
-        result += [StageAction("reduce", s) for s, at in last.items() if at == i]
+        result += [StageAction(end, s) for s, at in last.items() if at == i]
     return tuple(result)
 
 
@@ -234,7 +263,7 @@ Cost = Callable[[Action | StageAction], float]
 
 def unit_cost(action: Action | StageAction) -> float:
     """Forward, input gradient and weight gradient take 1 each, a whole backward 2; communication is free."""
-    return {"backward": 2.0, "unshard": 0.0, "reduce": 0.0}.get(action.kind, 1.0)
+    return {"backward": 2.0, "unshard": 0.0, "reduce": 0.0, "reshard": 0.0}.get(action.kind, 1.0)
 
 
 def sized_cost(sizes: Sequence[float]) -> Cost:
@@ -314,10 +343,12 @@ def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost, latency: float 
     if blocked:
         raise PipelineDeadlock("the pipeline stands still:\n  " + "\n  ".join(blocked))
     time = max(rank[-1].end for rank in spans)
-    return Simulation(tuple(map(tuple, spans)), time, tuple(_peak(actions) for actions in schedule.actions))
+    return Simulation(tuple(map(tuple, spans)), time, tuple(map(_peak, schedule.actions)))
 
 
 def _peak(actions: Actions) -> int:
+    if not any(action.kind == "reduce" for action in actions):
+        return 1  # no backward pass will need what a forward makes
     alive = peak = 0
     for action in actions:
         alive += (action.kind == "forward") - (action.kind in ("backward", "weight_backward"))
@@ -326,30 +357,31 @@ def _peak(actions: Actions) -> int:
 
 
 def _check(schedule: PipelineSchedule) -> None:
-    """Everything is made once, on the rank of its stage, between the stage's unshard and its reduce."""
+    """Everything is made once, on the rank of its stage, while the stage's parameters are gathered."""
     seen: set[_Product] = set()
+    end = "reduce" if schedule.backward else "reshard"
     for rank, actions in enumerate(schedule.actions):
-        gathered: set[int] = set()
-        reduced: set[int] = set()
+        state: dict[int, str] = {}
         for action in actions:
-            if action.stage % schedule.ranks != rank:
-                raise ValueError(f"rank {rank} does not hold the stage of its action: {action}")
+            where, stage = f"rank {rank}: {action}", action.stage
+            if stage % schedule.ranks != rank:
+                raise ValueError(f"{where}: the stage is on rank {stage % schedule.ranks}")
             if isinstance(action, StageAction):
-                done = gathered if action.kind == "unshard" else reduced
-                if action.stage in done or (action.kind == "reduce" and action.stage not in gathered):
-                    raise ValueError(f"rank {rank}: {action} is there twice, or before the unshard")
-                done.add(action.stage)
+                if (state.get(stage), action.kind) not in ((None, "unshard"), ("unshard", end)):
+                    raise ValueError(f"{where} follows {state.get(stage, 'nothing')}")
+                state[stage] = action.kind
                 continue
-            if action.stage not in gathered - reduced:
-                raise ValueError(f"rank {rank}: {action} stands outside of its stage's unshard and reduce")
+            if state.get(stage) != "unshard":
+                raise ValueError(f"{where}: the stage's parameters are not there")
             if not seen.isdisjoint(_makes(action)):
-                raise ValueError(f"rank {rank}: {action} is there twice")
+                raise ValueError(f"{where} is there twice")
             seen.update(_makes(action))
-        if reduced != set(range(rank, schedule.stages, schedule.ranks)):
-            raise ValueError(f"rank {rank} does not reduce each of its stages, but {sorted(reduced)}")
+        if state != dict.fromkeys(range(rank, schedule.stages, schedule.ranks), end):
+            raise ValueError(f"rank {rank} does not {end} each of its stages once, but {sorted(state)}")
+    made = ("activation", "gradient", "weights") if schedule.backward else ("activation",)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            for what in ("activation", "gradient", "weights"):
+            for what in made:
                 if (what, stage, microbatch) not in seen:
                     raise ValueError(f"nothing computes the {what} of stage {stage}, micro-batch {microbatch}")
 
@@ -359,8 +391,6 @@ class Transfer:
     """One message: the activation that enters ``stage``, or the gradient of what left ``stage``.
 
     source, target: ranks
-    produced:       place in the source's actions of the action that makes it
-    consumed:       place in the target's actions of the action that needs it
     """
 
     source: int
@@ -368,8 +398,6 @@ class Transfer:
     what: Literal["activation", "gradient"]
     stage: int
     microbatch: int
-    produced: int
-    consumed: int
 
 
 @dataclass(frozen=True)
@@ -388,11 +416,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does, messages included."""
+    """What one rank does, messages included.
+
+    stages:   number of stages over all ranks
+    backward: whether gradients are computed
+    """
 
     rank: int
     ranks: int
     stages: int
+    backward: bool
     steps: tuple[Action | StageAction | Exchange, ...]
 
 
@@ -404,8 +437,9 @@ def programs(schedule: PipelineSchedule, cost: Cost = unit_cost) -> tuple[Progra
     order of all actions and messages of all ranks, by time, that agrees with every rank's program and in which each
     comes after what it depends on. Hence nothing can deadlock, even if messages have no tags, if all messages of a rank
     go through one queue, and if each waits until the other side has posted it too. The closer ``cost`` is to the truth,
-    the less a message waits behind another in such a queue. It must be more than 0 for everything but unshard and
-    reduce.
+    the less a message waits behind another in such a queue. It must be more than 0 for every ``Action``, and the same
+    on all ranks; on all data lanes too, where they share the collectives of sharded stages: take a round's costliest
+    row.
     """
     simulation = simulate(schedule, cost)
     consumers: dict[_Product, tuple[int, int]] = {}
@@ -424,7 +458,7 @@ def programs(schedule: PipelineSchedule, cost: Cost = unit_cost) -> tuple[Progra
                 if simulation.spans[target][consumed].end <= span.end:
                     raise ValueError(f"{schedule.actions[target][consumed]} needs a cost that is more than 0")
                 to = stage + 1 if what == "activation" else stage - 1
-                transfer = Transfer(rank, target, what, to, microbatch, index, consumed)
+                transfer = Transfer(rank, target, what, to, microbatch)
                 moments[rank].append((span.end, transfer))
                 moments[target].append((span.end, transfer))
     result = []
@@ -436,5 +470,5 @@ def programs(schedule: PipelineSchedule, cost: Cost = unit_cost) -> tuple[Progra
         for moment, posted in groupby(sorted(moments[rank]), key=lambda pair: pair[0]):
             steps.append((moment, 1, Exchange(tuple(transfer for _, transfer in posted))))
         steps.sort(key=lambda step: step[:2])
-        result.append(Program(rank, schedule.ranks, schedule.stages, tuple(step for _, _, step in steps)))
+        result.append(Program(rank, schedule.ranks, schedule.stages, schedule.backward, tuple(s for *_, s in steps)))
     return tuple(result)

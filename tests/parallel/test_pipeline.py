@@ -2,7 +2,6 @@
 
 import functools
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -11,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.row import Row
 from equigrad.parallel.pipeline import Hidden, Stage, run_pipeline
-from equigrad.schedule.pipeline import PipelineKind, pipeline, programs, sized_cost
+from equigrad.schedule.pipeline import PipelineKind, forward_pipeline, pipeline, programs, sized_cost
 from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
@@ -79,14 +79,16 @@ class PartStage:
     def __init__(self, part: nn.Module, data: Sequence[tuple[Tensor, Tensor, Row]], count: int) -> None:
         self.module, self.data, self.count = part, data, count
         self.failing: int | None = None
-        self.outputs: list[Any] = []
+        self.outputs: list[StorageWeakRef] = []
+        self.most = 0
 
     def forward(self, x: Tensor | None, microbatch: int) -> Tensor:
         if microbatch == self.failing:
             raise ArithmeticError("as asked")
         ids, labels, row = self.data[microbatch]
         y = self.module(ids if x is None else x, labels, row, self.count)
-        self.outputs.append(weakref.ref(y))
+        self.outputs.append(StorageWeakRef(y.untyped_storage()))
+        self.most = max(self.most, sum(not output.expired() for output in self.outputs))
         return y
 
 
@@ -101,7 +103,7 @@ def hidden(tokens: Sequence[int]) -> Hidden:
 
 @functools.cache
 def fresh_group(ranks: tuple[int, ...], seconds: float = 30) -> dist.ProcessGroup:
-    """A group of its own for every test, so that what one leaves unfinished never meets another."""
+    """A pipeline group apart from the pool's own."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timedelta(seconds=seconds)))
 
 
@@ -190,30 +192,34 @@ def test_stages_of_one_process_hand_their_tensors_on(kind: PipelineKind) -> None
 
 
 def sharded(kind: PipelineKind, stages_per_rank: int, blocks: bool) -> tuple[int, list[Result]]:
-    """Two steps of two pipeline ranks on two data lanes; returns the data lane and each step's result."""
+    """Two pipeline ranks on two data lanes: a step, an evaluation, a step, each with its result; and the lane."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     rank, lane = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
-    schedule = pipeline(kind, 2, stages_per_rank, len(TOKENS))
+    training = pipeline(kind, 2, stages_per_rank, len(TOKENS))
+    evaluation = forward_pipeline(2, stages_per_rank, len(TOKENS))
     stages: dict[int, Stage] = {}
-    for number in range(rank, schedule.stages, 2):
-        part = Part(split(schedule.stages)[number])
+    for number in range(rank, training.stages, 2):
+        part = Part(split(training.stages)[number])
         for module in [*(part.layers.values() if blocks else ()), part]:
             unit = fully_shard(module, mesh=mesh["data"], reshard_after_forward=True)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         stages[number] = PartStage(part, rows(TOKENS, lane), 2 * sum(TOKENS))
+    parameters = [parameter for stage in stages.values() for parameter in stage.module.parameters()]
     results = []
-    for _ in range(2):
-        group, program = mesh.get_group("pipeline"), programs(schedule)[rank]
+    for schedule in (training, evaluation, training):
+        program, group = programs(schedule)[rank], mesh.get_group("pipeline")
         losses = run_pipeline(program, stages, hidden(TOKENS), DeferredWeightGradients, group)
-        results.append((losses, gradients([stage.module for stage in stages.values()])))
-        for stage in stages.values():
-            for parameter in stage.module.parameters():
-                assert hasattr(parameter, "full_tensor"), "the parameters are not sharded again"
-                parameter.grad = None
+        assert [p.grad is None for p in parameters] == [schedule is evaluation] * len(parameters)
+        found = {} if schedule is evaluation else gradients([stage.module for stage in stages.values()])
+        results.append((losses, found))
+        now = [parameter for stage in stages.values() for parameter in stage.module.parameters()]
+        assert all(a is b for a, b in zip(now, parameters, strict=True)), "the parameters are not sharded again"
+        for parameter in parameters:
+            parameter.grad = None
     return lane, results
 
 
@@ -223,13 +229,14 @@ def test_sharded_stages_reduce_all_gradients_once(
     workers: Pools, kind: PipelineKind, stages_per_rank: int, blocks: bool
 ) -> None:
     by_rank = workers(4).run(sharded, kind, stages_per_rank, blocks)
-    for step in range(2):
+    for step in range(3):
         losses: dict[int, Tensor] = {}
         for lane, results in by_rank:
             losses |= {lane * len(TOKENS) + m: loss for m, loss in results[step][0].items()}
         for lane in range(2):
             _, found = merged([results[step] for at, results in by_rank if at == lane])
-            assert_close((losses, found), reference(TOKENS, 2))
+            wanted_losses, wanted = reference(TOKENS, 2)
+            assert_close((losses, found), (wanted_losses, {} if step == 1 else wanted))
 
 
 def failing(kind: PipelineKind) -> tuple[str, list[str], float]:
@@ -255,12 +262,38 @@ def test_a_failing_rank_leaves_nobody_waiting(workers: Pools, kind: PipelineKind
     assert waited < 20
 
 
-def test_the_outputs_of_stages_are_not_kept() -> None:
-    """A stage's output lives on as the next stage's input at most; here the stages are one process."""
-    tokens = [7] * 6
-    stages = {s: PartStage(Part(part), rows(tokens), sum(tokens)) for s, part in enumerate(split(2))}
-    run_pipeline(programs(pipeline("gpipe", 1, 2, 6))[0], stages, hidden(tokens), DeferredWeightGradients)
-    assert all(output() is None for stage in stages.values() for output in stage.outputs)
+def outputs_alive(kind: PipelineKind, microbatches: int) -> int:
+    """The largest number of stage outputs that exist at one time."""
+    rank, tokens = dist.get_rank(), [7] * microbatches
+    program = programs(pipeline(kind, 2, 1, microbatches))[rank]
+    stage = PartStage(Part(split(2)[rank]), rows(tokens), sum(tokens))
+    run_pipeline(program, {rank: stage}, hidden(tokens), DeferredWeightGradients, fresh_group((0, 1)))
+    return stage.most
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zero_bubble"])
+def test_what_was_sent_is_not_kept_for_the_backward_pass(workers: Pools, kind: PipelineKind) -> None:
+    sender, _ = workers(2).run(outputs_alive, kind, 16)
+    assert sender <= 6  # four on their way, one about to be sent, one just made
+
+
+def evaluated(stages_per_rank: int) -> tuple[dict[int, Tensor], bool]:
+    """Losses of an evaluation, and whether the parameters are left as they were."""
+    rank = dist.get_rank()
+    schedule = forward_pipeline(2, stages_per_rank, len(TOKENS))
+    layers, program = split(schedule.stages), programs(schedule)[rank]
+    stages = {s: PartStage(Part(layers[s]), rows(TOKENS), sum(TOKENS)) for s in range(rank, schedule.stages, 2)}
+    losses = run_pipeline(program, stages, hidden(TOKENS), DeferredWeightGradients, fresh_group((0, 1)))
+    return losses, all(p.grad is None for stage in stages.values() for p in stage.module.parameters())
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_an_evaluation_has_the_losses_and_no_gradients(workers: Pools, stages_per_rank: int) -> None:
+    (nothing, _), (losses, _) = results = workers(2).run(evaluated, stages_per_rank)
+    assert nothing == {}
+    assert all(untouched for _, untouched in results)
+    assert_close((losses, {}), (reference(TOKENS)[0], {}))
+    assert not any(loss.requires_grad for loss in losses.values())
 
 
 def test_what_does_not_fit_the_program_is_refused() -> None:
