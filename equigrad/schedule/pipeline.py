@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal, get_args
 
 PipelineKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -332,16 +332,14 @@ def simulate(schedule: PipelineSchedule, cost: Cost = unit_cost, latency: float 
                 if isinstance(action, Action):
                     made |= dict.fromkeys(_makes(action), (span.end, rank))
                 moved = True
-    blocked = [
-        f"rank {rank}: {action} waits for "
-        + " and ".join(f"the {w} of stage {s}, micro-batch {m}" for w, s, m in missing)
-        for rank, actions in enumerate(schedule.actions)
-        if len(spans[rank]) < len(actions)
-        for action in [actions[len(spans[rank])]]
-        for missing in [waits_for(action)]
-    ]
+    blocked = []
+    for rank, actions in enumerate(schedule.actions):
+        if len(spans[rank]) < len(actions):
+            action = actions[len(spans[rank])]
+            missing = (f"the {what} of stage {s}, micro-batch {m}" for what, s, m in waits_for(action))
+            blocked.append(f"\n  rank {rank}: {action} waits for {' and '.join(missing)}")
     if blocked:
-        raise PipelineDeadlock("the pipeline stands still:\n  " + "\n  ".join(blocked))
+        raise PipelineDeadlock("the pipeline stands still:" + "".join(blocked))
     time = max(rank[-1].end for rank in spans)
     return Simulation(tuple(map(tuple, spans)), time, tuple(map(_peak, schedule.actions)))
 
@@ -363,19 +361,21 @@ def _check(schedule: PipelineSchedule) -> None:
     for rank, actions in enumerate(schedule.actions):
         state: dict[int, str] = {}
         for action in actions:
-            where, stage = f"rank {rank}: {action}", action.stage
+            stage, problem = action.stage, ""
             if stage % schedule.ranks != rank:
-                raise ValueError(f"{where}: the stage is on rank {stage % schedule.ranks}")
-            if isinstance(action, StageAction):
+                problem = f"the stage is on rank {stage % schedule.ranks}"
+            elif isinstance(action, StageAction):
                 if (state.get(stage), action.kind) not in ((None, "unshard"), ("unshard", end)):
-                    raise ValueError(f"{where} follows {state.get(stage, 'nothing')}")
+                    problem = f"follows {state.get(stage, 'nothing')}"
                 state[stage] = action.kind
-                continue
-            if state.get(stage) != "unshard":
-                raise ValueError(f"{where}: the stage's parameters are not there")
-            if not seen.isdisjoint(_makes(action)):
-                raise ValueError(f"{where} is there twice")
-            seen.update(_makes(action))
+            elif state.get(stage) != "unshard":
+                problem = "the stage's parameters are not gathered"
+            elif not seen.isdisjoint(_makes(action)):
+                problem = "is there twice"
+            else:
+                seen.update(_makes(action))
+            if problem:
+                raise ValueError(f"rank {rank}, {action}: {problem}")
         if state != dict.fromkeys(range(rank, schedule.stages, schedule.ranks), end):
             raise ValueError(f"rank {rank} does not {end} each of its stages once, but {sorted(state)}")
     made = ("activation", "gradient", "weights") if schedule.backward else ("activation",)
@@ -441,34 +441,34 @@ def programs(schedule: PipelineSchedule, cost: Cost = unit_cost) -> tuple[Progra
     on all ranks; on all data lanes too, where they share the collectives of sharded stages: take a round's costliest
     row.
     """
-    simulation = simulate(schedule, cost)
-    consumers: dict[_Product, tuple[int, int]] = {}
-    for rank, actions in enumerate(schedule.actions):
-        for index, action in enumerate(actions):
-            if isinstance(action, Action):
-                foreign = (p for p in _needs(action, schedule.stages) if p[1] != action.stage)
-                consumers |= dict.fromkeys(foreign, (rank, index))
-    moments: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.actions]
-    for rank, spans in enumerate(simulation.spans):
-        for index, span in enumerate(spans):
-            for what, stage, microbatch in _makes(span.action) if isinstance(span.action, Action) else ():
-                target, consumed = consumers.get((what, stage, microbatch), (rank, index))
-                if target == rank or what == "weights":
-                    continue
-                if simulation.spans[target][consumed].end <= span.end:
-                    raise ValueError(f"{schedule.actions[target][consumed]} needs a cost that is more than 0")
-                to = stage + 1 if what == "activation" else stage - 1
-                transfer = Transfer(rank, target, what, to, microbatch)
-                moments[rank].append((span.end, transfer))
-                moments[target].append((span.end, transfer))
+    spans = simulate(schedule, cost).spans
+    posted: list[dict[float, list[Transfer]]] = [{} for _ in spans]
+    for moment, transfer in _transfers(schedule, spans):
+        for rank in (transfer.source, transfer.target):
+            posted[rank].setdefault(moment, []).append(transfer)
     result = []
-    for rank, spans in enumerate(simulation.spans):
+    for rank in range(schedule.ranks):
         # At one moment: actions that end, then messages, then collectives of the data lanes.
         steps: list[tuple[float, int, Action | StageAction | Exchange]] = [
-            (span.end, 0 if isinstance(span.action, Action) else 2, span.action) for span in spans
+            (span.end, 0 if isinstance(span.action, Action) else 2, span.action) for span in spans[rank]
         ]
-        for moment, posted in groupby(sorted(moments[rank]), key=lambda pair: pair[0]):
-            steps.append((moment, 1, Exchange(tuple(transfer for _, transfer in posted))))
+        steps += [(moment, 1, Exchange(tuple(sorted(transfers)))) for moment, transfers in posted[rank].items()]
         steps.sort(key=lambda step: step[:2])
-        result.append(Program(rank, schedule.ranks, schedule.stages, schedule.backward, tuple(s for *_, s in steps)))
+        ordered = tuple(step for _, _, step in steps)
+        result.append(Program(rank, schedule.ranks, schedule.stages, schedule.backward, ordered))
     return tuple(result)
+
+
+def _transfers(schedule: PipelineSchedule, spans: Sequence[Sequence[Span]]) -> Iterator[tuple[float, Transfer]]:
+    """Every message, with the moment at which it is made."""
+    for rank, own in enumerate(spans):
+        for span in own:
+            if not isinstance(span.action, Action):
+                continue
+            if span.end <= span.start:
+                raise ValueError(f"the cost of the {span.action} is not more than 0, or lost in rounding")
+            for what, stage, microbatch in _makes(span.action):
+                to = stage + 1 if what == "activation" else stage - 1
+                target = to % schedule.ranks
+                if what != "weights" and 0 <= to < schedule.stages and target != rank:
+                    yield span.end, Transfer(rank, target, what, to, microbatch)

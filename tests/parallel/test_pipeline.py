@@ -149,10 +149,15 @@ def reference(tokens: tuple[int, ...], lanes: int = 1) -> Result:
 
 
 def assert_close(result: Result, wanted: Result) -> None:
-    for have, want in zip(result, wanted, strict=True):
-        assert have.keys() == want.keys()
-        for name, tensor in want.items():  # type: ignore[attr-defined]
-            assert (have[name] - tensor).norm() <= 1e-5 * tensor.norm(), name  # type: ignore[index]
+    for have, want in flat(result, wanted):
+        assert (have - want).norm() <= 1e-5 * want.norm()
+
+
+def flat(*results: Result) -> list[tuple[Tensor, ...]]:
+    """The tensors of several results, side by side; all have the same names."""
+    (losses, found), *_ = results
+    assert all((own.keys(), named.keys()) == (losses.keys(), found.keys()) for own, named in results)
+    return [tuple(own[m] for own, _ in results) for m in losses] + [tuple(g[n] for _, g in results) for n in found]
 
 
 def merged(parts: Sequence[Result]) -> Result:
@@ -179,8 +184,7 @@ def test_every_schedule_computes_what_one_process_does(
     results = [merged([results[k] for results in by_rank]) for k in range(len(KINDS) + 1)]
     for result in results:
         assert_close(result, reference(tokens))
-        for have, first in zip(result, results[0], strict=True):
-            assert all(torch.equal(have[k], first[k]) for k in first)  # type: ignore[index]
+        assert all(torch.equal(have, first) for have, first in flat(result, results[0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,6 +241,31 @@ def test_sharded_stages_reduce_all_gradients_once(
             _, found = merged([results[step] for at, results in by_rank if at == lane])
             wanted_losses, wanted = reference(TOKENS, 2)
             assert_close((losses, found), (wanted_losses, {} if step == 1 else wanted))
+
+
+def replicated() -> Result:
+    """One pipeline rank whose stages are sharded over two ranks and copied to two more."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    stages = {}
+    for number, layers in enumerate(split(2)):
+        part = Part(layers)
+        unit = fully_shard(part, mesh=mesh)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        stages[number] = PartStage(part, rows(TOKENS, dist.get_rank()), 4 * sum(TOKENS))
+    program = programs(pipeline("zero_bubble", 1, 2, len(TOKENS)))[0]
+    losses = run_pipeline(program, stages, hidden(TOKENS), DeferredWeightGradients)
+    return losses, gradients([stage.module for stage in stages.values()])
+
+
+def test_replicated_shards_reduce_too(workers: Pools) -> None:
+    results = workers(4).run(replicated)
+    losses = {rank * len(TOKENS) + m: loss for rank, (own, _) in enumerate(results) for m, loss in own.items()}
+    for _, found in results:
+        assert_close((losses, found), reference(TOKENS, 4))
 
 
 def failing(kind: PipelineKind) -> tuple[str, list[str], float]:
