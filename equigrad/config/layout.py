@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 
-
 ContextStrategy = Literal["ring", "ulysses"]
 
 
@@ -20,9 +19,9 @@ class Layout(Section):
     cp: int = Field(1, ge=1)
     """Context-parallel degree: the tokens of a row are divided over this many ranks."""
     cp_strategy: ContextStrategy = "ring"
-    """What attention exchanges between context ranks. ``ring``: keys and values travel round, overlapped with computing
-    (arXiv 2310.01889). ``ulysses``: tokens of all heads for all tokens of some heads (arXiv 2309.14509); ranks beyond the
-    number of heads then idle in attention."""
+    """What attention exchanges between context ranks. ``ring``: keys and values travel round while ranks compute (arXiv
+    2310.01889). ``ulysses``: tokens of all heads for all tokens of some heads (arXiv 2309.14509); where there are more
+    ranks than heads, the others idle in attention."""
     cp_zigzag: bool | None = None
     """Give each context rank a range of tokens from the front of the row and one from its back, so that under causal
     attention all have about as much to see; by default with ``ring`` only, for ``ulysses`` divides heads."""

@@ -1,16 +1,16 @@
 """Causal attention over packed segments with no pad token, and no token seeing another segment.
 
-All of it is tiles (``numerics.tiles``), each one call of a flash kernel that also returns the log-sum-exp of its scores.
-Tiles of one query are merged by that; backward, each runs with the merged output and log-sum-exp, of which its gradients
-are exact parts (Liu et al., ring attention, arXiv 2310.01889). On CPU, runs of equal-length segments are one tile, and
-the tiles of a sliding window follow it, so that their cost grows with the window. On CUDA in half precision a whole row is
-one call of the variable-length kernel. Knows lengths only: no positions, no model, no other rank.
+All of it is tiles (``numerics.tiles``), each one call of a flash kernel that also returns the log-sum-exp of its
+scores. Tiles of one query are merged by that. Backward, each runs with the merged output and log-sum-exp, and what it
+gives are exact parts of the gradients (Liu et al., ring attention, arXiv 2310.01889). Runs of equal-length segments are
+one tile; the tiles of a sliding window follow it, so that their cost grows with the window. On CUDA in half precision a
+whole row is one call of the variable-length kernel. Knows lengths only: no positions, no model, no other rank.
 """
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,9 +68,31 @@ class _Packed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sum = ctx.saved_tensors
-        dq, dk, dv = attend_backward(dout, q, k, v, out, log_sum, ctx.tiles)
-        dsinks = sink_gradient(sinks, ctx.first_head, dout, out, log_sum)
+        known = Attended(dout, q, k, v, out, log_sum)
+        dq, dk, dv = attend_backward(known, ctx.tiles)
+        dsinks = sink_gradient(sinks, ctx.first_head, known)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+class Attended(NamedTuple):
+    """What gradients are made of.
+
+    dout:  gradient of the output
+    q:     the queries; with them, whichever keys ``k`` and values ``v`` a tile is of
+    out:   the final output
+    total: the final log-sum-exp [T, heads] float32
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    total: Tensor
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -95,22 +117,21 @@ def merge(out: Tensor, total: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Se
         part, log_sum = tile_forward(q, k, v, tile)
         out_view, total_view = tile.q_view(out), tile.q_view(total)
         new = torch.logaddexp(total_view, log_sum)
-        out_view.mul_((total_view - new).exp_()[..., None]).addcmul_(part.to(out.dtype), (log_sum - new).exp_()[..., None])
+        before, here = ((log - new).exp_()[..., None] for log in (total_view, log_sum))
+        out_view.mul_(before).addcmul_(part.to(out.dtype), here)
         total_view.copy_(new)
 
 
-def attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, tiles: Tiles
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in float32 where several tiles were added, in their order. ``out`` and ``total`` are the
-    final ones."""
+def attend_backward(known: Attended, tiles: Tiles) -> Gradients:
+    """The gradients of ``attend``, in float32 where several tiles were added, in their order."""
+    q, k, v = known.q, known.k, known.v
     if not q.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if tiles.rest:
         sums = _zeros(q), _zeros(k), _zeros(v)
-        add_gradients(sums, dout, q, k, v, out, total, (*tiles.first, *tiles.rest))
+        add_gradients(sums, known, (*tiles.first, *tiles.rest))
         return sums
-    parts = [tile_backward(dout, q, k, v, out, total, tile) for tile in tiles.first]
+    parts = [tile_backward(known, tile) for tile in tiles.first]
     dqs, dks, dvs = zip(*parts, strict=True)
     dq = joined([_tokens_first(part) for part in dqs], q)
     if tiles.keys_once:
@@ -127,12 +148,10 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
-def add_gradients(
-    sums: Sequence[Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, tiles: Sequence[Tile]
-) -> None:
-    """Adds the gradients of tiles to those of q, k and v, float32, in place."""
-    for tile in tiles if q.numel() else ():
-        dq, dk, dv = tile_backward(dout, q, k, v, out, total, tile)
+def add_gradients(sums: Gradients, known: Attended, tiles: Sequence[Tile]) -> None:
+    """Adds the gradients of tiles, to sums in float32, in place."""
+    for tile in tiles if known.q.numel() else ():
+        dq, dk, dv = tile_backward(known, tile)
         tile.q_view(sums[0]).add_(dq)
         tile.k_view(sums[1]).add_(dk)
         tile.k_view(sums[2]).add_(dv)
@@ -146,13 +165,11 @@ def add_sinks(out: Tensor, total: Tensor, sinks: Tensor | None, first_head: int)
     return out.mul_((total - new).exp_()[..., None]), new
 
 
-def sink_gradient(
-    sinks: Tensor | None, first_head: int, dout: Tensor, out: Tensor, total: Tensor
-) -> Tensor | None:
+def sink_gradient(sinks: Tensor | None, first_head: int, known: Attended) -> Tensor | None:
     """The gradient of the sinks: zero for heads that are not here."""
     if sinks is None:
         return None
-    return weight_gradient(sinks, partial(_sink_gradient, sinks, first_head, dout, out, total))
+    return weight_gradient(sinks, partial(_sink_gradient, sinks, first_head, known.dout, known.out, known.total))
 
 
 def _sink_gradient(sinks: Tensor, first_head: int, dout: Tensor, out: Tensor, total: Tensor) -> Tensor:
@@ -186,22 +203,21 @@ def joined(parts: list[Tensor], like: Tensor) -> Tensor:
 def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """One tile of ``q`` [T, heads, D], ``k`` and ``v`` [tokens, kv_heads, D]."""
     if q.device.type == "cpu":
-        return _flash(*tile.split(q, k, v), 0.0, tile.causal, attn_mask=tile.mask(q))  # type: ignore[no-any-return]
+        return _flash(*tile.split(q, k, v), 0.0, tile.causal, attn_mask=tile.mask(q))
     if q.device.type == "cuda" and _has_cuda_flash(q):
         return _cuda_forward(q, k, v, tile)
     return portable_forward(q, k, v, tile)
 
 
-def tile_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, tile: Tile
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Its part of the gradients, given the output and log-sum-exp of all tiles of its queries."""
+def tile_backward(known: Attended, tile: Tile) -> Gradients:
+    """Its part of the gradients of its queries, keys and values."""
+    dout, q, k, v, out, total = known
     if q.device.type == "cpu":
         views = (tile.q_view(dout), *tile.split(q, k, v), tile.q_view(out), tile.q_view(total))
-        return _flash_backward(*views, 0.0, tile.causal, attn_mask=tile.mask(q))  # type: ignore[no-any-return]
+        return _flash_backward(*views, 0.0, tile.causal, attn_mask=tile.mask(q))
     if q.device.type == "cuda" and _has_cuda_flash(q):
-        return _cuda_backward(dout, q, k, v, out, total, tile)
-    return portable_backward(dout, q, k, v, out, total, tile)
+        return _cuda_backward(known, tile)
+    return portable_backward(known, tile)
 
 
 def portable_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -216,10 +232,9 @@ def portable_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tenso
     return torch.cat(outs, 2).to(q.dtype), torch.cat(sums, 2)
 
 
-def portable_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, tile: Tile
-) -> tuple[Tensor, Tensor, Tensor]:
+def portable_backward(known: Attended, tile: Tile) -> Gradients:
     """The gradients of ``portable_forward``."""
+    dout, q, k, v, out, total = known
     queries, keys, values = _portable(q, k, v, tile)
     upstream, own, log_sum = (tile.q_view(x).float() for x in (dout, out, total))
     mean = (upstream * own).sum(-1, keepdim=True)
@@ -273,9 +288,8 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, 
     return out.unflatten(0, (tile.count, tile.queries)).transpose(1, 2), log_sum
 
 
-def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, tile: Tile
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(known: Attended, tile: Tile) -> Gradients:
+    dout, q, k, v, out, total = known
     upstream, *flat = (_tokens_first(x) for x in (tile.q_view(dout), *tile.split(q, k, v), tile.q_view(out)))
     log_sum = _tokens_first(tile.q_view(total)).t().contiguous()
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of the dropout that there is not
@@ -283,8 +297,9 @@ def _cuda_backward(
         upstream.contiguous(), *flat, log_sum, *_blocks(tile, q.device), tile.queries, tile.keys, 0.0, False,
         random, random.new_empty(0), **_flash_window(tile),
     )  # fmt: skip
-    blocks = ((dq, tile.queries), (dk, tile.keys), (dv, tile.keys))
-    return tuple(x.unflatten(0, (tile.count, n)).transpose(1, 2) for x, n in blocks)  # type: ignore[return-value]
+    dq = dq.unflatten(0, (tile.count, tile.queries)).transpose(1, 2)
+    dk, dv = (x.unflatten(0, (tile.count, tile.keys)).transpose(1, 2) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _blocks(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -335,5 +350,3 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: i
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Ends of the segments, made once for all layers of a row: the copy to the device waits for it."""
     return torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-
-

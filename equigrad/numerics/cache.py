@@ -84,6 +84,7 @@ class KeyValueCache:
         grouped = q.unflatten(1, (keys.shape[1], -1))
         mask = seen[:, None, None]
         if sinks is not None:
-            mask = torch.zeros(*grouped.shape[:3], places, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+            logits = torch.zeros(*grouped.shape[:3], places, dtype=q.dtype, device=q.device)
+            mask = logits.masked_fill_(~mask, -torch.inf)
             mask[..., -1] = sinks.view(1, *grouped.shape[1:3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)

@@ -12,7 +12,7 @@ arrives. With ``ulysses`` each head is computed on one rank as if there were no 
 that several ranks hold are added in the order of the ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equigrad.numerics.attention import (
+    Attended,
     add_gradients,
     add_sinks,
     attend,
@@ -112,26 +113,27 @@ class _Ring(torch.autograd.Function):
         dq = q  # step 0 makes it
         for step, (keys, values) in enumerate(_travel(k, v, ctx.split, plan)):
             gradient, tiles = None, plan.steps[step]
+            known = Attended(dout, q, keys, values, out, total)
             if step == 0:
-                dq, *own = attend_backward(dout, q, keys, values, out, total, tiles)
+                dq, *own = attend_backward(known, tiles)
                 dq = dq.float() if plan.merges else dq
                 gradient = torch.stack(own).float()
             elif tiles.rest:
                 gradient = torch.zeros(2, *keys.shape, dtype=torch.float32, device=k.device)
-                add_gradients((dq, *gradient), dout, q, keys, values, out, total, tiles.rest)
+                add_gradients((dq, gradient[0], gradient[1]), known, tiles.rest)
             home.add(step, gradient)
         dk, dv = home.arrived()
-        dsinks = sink_gradient(sinks, 0, dout, out, total)
+        dsinks = sink_gradient(sinks, 0, Attended(dout, q, k, v, out, total))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 
-def _travel(k: Tensor, v: Tensor, split: Split, plan: RingTiles) -> Iterator[Sequence[Tensor]]:
+def _travel(k: Tensor, v: Tensor, split: Split, plan: RingTiles) -> Iterator[Iterable[Tensor]]:
     """At each step, the keys and values that are here then: those of the rank that many places before this one, without
     tokens if they have stopped before. The next are on their way while this step computes."""
     lengths, rank = split.partition.lengths, split.rank
     ranks = len(lengths)
     nothing = (k[:0], v[:0])
-    here: Sequence[Tensor] = (k, v)
+    here: Iterable[Tensor] = (k, v)
     packed = torch.stack([k, v]) if plan.last[rank] else None
     for step in range(ranks):
         owner, behind = (rank - step) % ranks, (rank - step - 1) % ranks
@@ -145,8 +147,8 @@ def _travel(k: Tensor, v: Tensor, split: Split, plan: RingTiles) -> Iterator[Seq
 
 
 class _Home:
-    """Gradients of keys and values, [2, tokens, kv_heads, D] float32, on their way home: they follow the keys, each rank
-    adds its part, and the last one sends them straight to where they belong."""
+    """Gradients of keys and values, [2, tokens, kv_heads, D] float32, on their way home: they follow the keys, each
+    rank adds its part, and the last one sends them straight to where they belong."""
 
     def __init__(self, k: Tensor, split: Split, plan: RingTiles) -> None:
         self._like, self._split, self._last = k, split, plan.last

@@ -1,4 +1,4 @@
-"""Attention as tiles: rectangles of queries and keys, each one call of a kernel, each without a query that sees nothing.
+"""Attention as tiles: rectangles of queries and keys, each one call of a kernel, with no query that sees nothing.
 
 Pure geometry of segments, windows and ranges; no kernel, no process group.
 """
