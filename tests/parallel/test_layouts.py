@@ -13,20 +13,34 @@ from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
 Outcome = dict[str, Any]
+Layout = dict[str, Any]
 
 LAYOUTS = [
     {"tp": 2},
     {"tp": 4},
     {"tp": 2, "dp_shard": 2},
+    {"cp": 2},
+    {"cp": 2, "cp_zigzag": False},
+    {"cp": 2, "cp_strategy": "ulysses"},
+    {"cp": 3},
+    {"cp": 3, "cp_strategy": "ulysses", "cp_zigzag": True},
+    {"cp": 4},
+    {"cp": 4, "cp_zigzag": False},
+    {"cp": 4, "cp_strategy": "ulysses"},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "tp": 2, "cp_strategy": "ulysses"},
+    {"cp": 2, "dp_shard": 2},
+    {"cp": 2, "dp_replicate": 2, "cp_strategy": "ulysses"},
+    {"cp": 2, "tp": 2, "dp_shard": 2},
 ]
 
 
-def _job(layout: dict[str, int], **changes: Any) -> Any:
-    degrees = {f"layout__{axis}": degree for axis, degree in layout.items()}
-    return tiny_job(train__steps=3, model__num_key_value_heads=4, **degrees, **changes)
+def _job(layout: Layout, **changes: Any) -> Any:
+    choices = {f"layout__{key}": value for key, value in layout.items()}
+    return tiny_job(train__steps=3, model__num_key_value_heads=4, **choices, **changes)
 
 
-def _three_steps(layout: dict[str, int], changes: dict[str, Any], folder: Path) -> Outcome:
+def _three_steps(layout: Layout, changes: dict[str, Any], folder: Path) -> Outcome:
     trainer, gradients, stop = make_trainer(_job(layout, **changes), folder), [], StopRequest()
     plain = trainer.gradients
 
@@ -59,7 +73,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
     size = _job(layout).layout.world_size
     one = alone({})
     for rank, many in enumerate(workers(size).run(_three_steps, layout, {}, tmp_path)):
