@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 
+ContextStrategy = Literal["ring", "ulysses"]
+
 
 class Layout(Section):
     """World size = dp_replicate x dp_shard x cp x tp x pp; ep borrows ranks of dp_shard x cp."""
@@ -15,7 +17,14 @@ class Layout(Section):
     dp_shard: int = Field(1, ge=1)
     """Ranks over which one copy of parameters, gradients and optimizer state is sharded (FSDP2)."""
     cp: int = Field(1, ge=1)
-    """Context-parallel degree."""
+    """Context-parallel degree: the tokens of a row are divided over this many ranks."""
+    cp_strategy: ContextStrategy = "ring"
+    """What attention exchanges between context ranks. ``ring``: keys and values travel round while ranks compute (arXiv
+    2310.01889). ``ulysses``: tokens of all heads for all tokens of some heads (arXiv 2309.14509); where there are more
+    ranks than heads, the others idle in attention."""
+    cp_zigzag: bool | None = None
+    """Give each context rank a range of tokens from the front of the row and one from its back, so that under causal
+    attention all have about as much to see; by default with ``ring`` only, for ``ulysses`` divides heads."""
     tp: int = Field(1, ge=1)
     """Tensor-parallel degree."""
     pp: int = Field(1, ge=1)
@@ -32,6 +41,11 @@ class Layout(Section):
     """CPU threads per process; by default ``$OMP_NUM_THREADS``, else the cores divided by the local processes."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds after which a collective that some rank never joins is an error."""
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether the tokens of a row are dealt from both ends."""
+        return self.cp_strategy == "ring" if self.cp_zigzag is None else self.cp_zigzag
 
     @property
     def data_lanes(self) -> int:

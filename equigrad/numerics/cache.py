@@ -35,7 +35,8 @@ class KeyValueCache:
     ) -> None:
         """``kv_heads``: those on this rank of the axis ``tensor``."""
         self._tensor = tensor
-        shape = (layers, 2, sequences, capacity, kv_heads, head_dim)
+        # One place more than there are tokens: it stays zero, as what a sink's logit belongs to.
+        shape = (layers, 2, sequences, capacity + 1, kv_heads, head_dim)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._longest = 0
@@ -63,20 +64,27 @@ class KeyValueCache:
         self.lengths = self.lengths[sequences]
         self._longest = int(self.lengths.max()) if len(self.lengths) else 0
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
+    ) -> Tensor:
         """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
         lengths = torch.tensor(row.lengths, device=q.device)
         slot = torch.arange(len(row.lengths), device=q.device).repeat_interleave(lengths)
         self._store[layer.index, 0, slot, row.positions] = k
         self._store[layer.index, 1, slot, row.positions] = v
         if self._prefilling:
-            return packed_attention(q, k, v, row.lengths, layer.window)
-        keys, values = self._store[layer.index, :, :, : self._longest].transpose(2, 3)
-        at = torch.arange(self._longest, device=q.device)
+            return packed_attention(q, k, v, row.lengths, layer.window, sinks)
+        places = self._longest + (sinks is not None)
+        keys, values = self._store[layer.index, :, :, :places].transpose(2, 3)
+        at = torch.arange(places, device=q.device)
         seen = at < self.lengths[:, None]
         if layer.window is not None:
             seen &= at >= self.lengths[:, None] - layer.window
-        out = F.scaled_dot_product_attention(
-            q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
-        )
-        return out.squeeze(2)
+        # The query heads of one key head stand as so many queries: no kernel need know of groups.
+        grouped = q.unflatten(1, (keys.shape[1], -1))
+        mask = seen[:, None, None]
+        if sinks is not None:
+            logits = torch.zeros(*grouped.shape[:3], places, dtype=q.dtype, device=q.device)
+            mask = logits.masked_fill_(~mask, -torch.inf)
+            mask[..., -1] = sinks.view(1, *grouped.shape[1:3])
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)

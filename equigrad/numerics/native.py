@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.context import context_attention
 from equigrad.numerics.deferred import is_deferred, weight_gradient
 from equigrad.numerics.ops import AttentionLayer, RotaryTable
 from equigrad.numerics.row import Row
@@ -69,10 +70,14 @@ class NativeOps:
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         return _Rotary.apply(x, *table)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
+    ) -> Tensor:
         if row.cache is not None:
-            return row.cache.attention(q, k, v, layer, row)
-        return packed_attention(q, k, v, row.lengths, layer.window)
+            return row.cache.attention(q, k, v, layer, row, sinks)
+        if row.context is not None:
+            return context_attention(q, k, v, row, layer.window, sinks)
+        return packed_attention(q, k, v, row.lengths, layer.window, sinks)
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return _Gated.apply(gate, up)

@@ -72,10 +72,13 @@ class Ops(Protocol):
         """Rotate the two halves of each head of ``x`` [T, heads, D] by the table (Llama convention)."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: "AttentionLayer", row: Row) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: "AttentionLayer", row: Row, sinks: Tensor | None = None
+    ) -> Tensor:
         """Causal attention inside each segment. ``q`` [T, heads, D], ``k`` and ``v`` [T, kv_heads, D] -> like ``q``.
 
-        Query heads share key heads in consecutive groups.
+        Query heads share key heads in consecutive groups. ``sinks`` [heads]: one more logit in every softmax of a head,
+        with no value behind it.
         """
         ...
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from equigrad.config.layout import ContextStrategy
 from equigrad.parallel.collectives import ALONE, Axis, Split
 from equigrad.parallel.partition import Partition
 
@@ -29,6 +30,7 @@ class Row:
     cache:     keys and values of earlier tokens while decoding, else None
     context:   how the row's tokens lie on the context ranks; None: they are all here
     tensor:    how this context rank's tokens lie on the tensor ranks in the residual stream; None: they are all here
+    strategy:  how attention exchanges between context ranks, as ``layout.cp_strategy`` says
 
     Example: segments of 3 and 2 tokens are ``Row((3, 2), tensor([0, 1, 2, 0, 1]))``.
     """
@@ -38,6 +40,7 @@ class Row:
     cache: "KeyValueCache | None" = field(default=None, compare=False)
     context: Split | None = None
     tensor: Split | None = None
+    strategy: ContextStrategy = "ring"
 
     @classmethod
     def of(
@@ -47,15 +50,18 @@ class Row:
         context: Axis = ALONE,
         tensor: Axis = ALONE,
         zigzag: bool = False,
+        strategy: ContextStrategy = "ring",
     ) -> "Row":
-        """A row of whole segments, each counted from position 0. Segments without tokens vanish."""
+        """A row of whole segments, each counted from position 0. Segments without tokens vanish. ``zigzag``: each
+        context rank has a range of tokens from the front and one from the back."""
         kept = tuple(n for n in lengths if n > 0)
         positions = [torch.arange(n, device=device) for n in kept]
         whole = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)
         make = Partition.zigzag if zigzag else Partition.contiguous
         split = context.split(make(len(whole), context.size))
         own = whole if split is None else split.take(whole)
-        return cls(kept, own, None, split, tensor.split(Partition.contiguous(len(own), tensor.size)))
+        residual = tensor.split(Partition.contiguous(len(own), tensor.size))
+        return cls(kept, own, None, split, residual, strategy)
 
     @property
     def tokens(self) -> int:

@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equigrad.numerics.attention import _per_tile, _tiles, packed_attention
+from equigrad.numerics import attention
+from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.cache import KeyValueCache
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
+from equigrad.numerics.ops import AttentionLayer
 from equigrad.numerics.row import Row
+from equigrad.numerics.tiles import segment_tiles
 
 LENGTHS = [(5,), (1, 7, 7, 7, 2), (130, 1, 64), ()]
 
@@ -103,9 +108,9 @@ def test_rotary_matches_complex_rotation(lengths: tuple[int, ...]) -> None:
 
 
 def attention_reference(lengths: tuple[int, ...], window: int | None) -> Callable[..., Tensor]:
-    """Softmax over an explicit mask of the whole row."""
+    """Softmax over an explicit mask of the whole row, and over the sinks if there are any."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
         at = torch.arange(len(segment))
         mask = (segment[:, None] == segment) & (at[:, None] >= at)
@@ -114,22 +119,94 @@ def attention_reference(lengths: tuple[int, ...], window: int | None) -> Callabl
         repeat = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(repeat, 1).transpose(0, 1) for t in (k, v))
         scores = q.transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1) if len(segment) else scores
-        return (weights @ v).transpose(0, 1)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(segment), 1)], 2)
+        weights = scores.softmax(-1) if len(segment) else scores
+        return (weights[:, :, : len(segment)] @ v).transpose(0, 1)
 
     return run
+
+
+def attention_inputs(tokens: int, heads: int, kv_heads: int, sinks: bool) -> list[Tensor]:
+    inputs = [tensor(tokens, heads, 8), tensor(tokens, kv_heads, 8, seed=1), tensor(tokens, kv_heads, 8, seed=2)]
+    return [*inputs, tensor(heads, seed=3)] if sinks else inputs
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("window", [None, 1, 5, 70])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_matches_float64(lengths: tuple[int, ...], window: int | None, kv_heads: int) -> None:
-    tokens = sum(lengths)
-    inputs = [tensor(tokens, 4, 8), tensor(tokens, kv_heads, 8, seed=1), tensor(tokens, kv_heads, 8, seed=2)]
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_matches_float64(lengths: tuple[int, ...], window: int | None, kv_heads: int, sinks: bool) -> None:
+    inputs = attention_inputs(sum(lengths), 4, kv_heads, sinks)
     reference = attention_reference(lengths, window)
-    assert_same(lambda q, k, v: packed_attention(q, k, v, lengths, window), reference, inputs)
-    portable = tuple(_tiles(lengths, window))  # what devices without a kernel of their own run
-    assert_same(lambda q, k, v: _per_tile(q, k, v, portable), reference, inputs)
+    assert_same(lambda q, k, v, *s: packed_attention(q, k, v, lengths, window, *s), reference, inputs)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("window", [None, 1, 5, 70])
+def test_attention_of_devices_without_a_kernel_matches_float64(
+    lengths: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, tiles = attention_reference(lengths, window), segment_tiles(lengths, window)
+    inputs = attention_inputs(sum(lengths), 4, 2, True)
+    assert_same(lambda q, k, v: attention.per_tile(q, k, v, tiles), reference, inputs[:3])
+    monkeypatch.setattr(attention, "tile_forward", attention.portable_forward)
+    monkeypatch.setattr(attention, "tile_backward", attention.portable_backward)
+    monkeypatch.setattr(attention, "_SCORES", 4 * 64 * 20)  # so that queries come in several blocks
+    assert_same(lambda q, k, v, s: packed_attention(q, k, v, lengths, window, s), reference, inputs)
+
+
+def test_a_sink_on_part_of_the_heads_has_no_gradient_on_the_others() -> None:
+    q, k, v, _ = attention_inputs(9, 2, 2, True)
+    sinks = tensor(4)
+    packed_attention(q, k, v, (9,), None, sinks, first_head=1).sum().backward()
+    assert (sinks.grad != 0).tolist() == [False, True, True, False]
+
+
+def test_sinks_can_have_their_gradient_later() -> None:
+    grads = []
+    for later in (False, True):
+        q, k, v, sinks = attention_inputs(9, 2, 2, True)
+        with DeferredWeightGradients() if later else nullcontext() as deferred:
+            packed_attention(q, k, v, (9,), None, sinks).sum().backward()
+        if later:
+            assert sinks.grad is None
+            deferred.run()
+        grads.append(sinks.grad)
+    assert torch.equal(*grads)
+
+
+def test_bfloat16_attention_with_sinks_is_near_float64() -> None:
+    exact = [t.detach() for t in attention_inputs(60, 4, 2, True)]
+    low = [t.bfloat16() if t.ndim > 1 else t.clone() for t in exact]
+    out = packed_attention(*(t.requires_grad_() for t in low[:3]), (20, 40), 30, low[3].requires_grad_())
+    out.float().square().sum().backward()
+    right = [t.detach().double().requires_grad_() for t in low]
+    expected = attention_reference((20, 40), 30)(*right)
+    expected.square().sum().backward()
+    for a, b in [(out, expected), *((x.grad, y.grad) for x, y in zip(low, right, strict=True))]:
+        assert (a.double() - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_decoding_with_a_cache_attends_as_the_whole_row(window: int | None, kv_heads: int, sinks: bool) -> None:
+    lengths, new, layer = (5, 1, 8), 3, AttentionLayer(0, window)
+    whole = tuple(n + new for n in lengths)
+    with torch.no_grad():
+        q, k, v, *s = attention_inputs(sum(whole), 4, kv_heads, sinks)
+        ends = torch.tensor(whole).cumsum(0)
+        expected = packed_attention(q, k, v, whole, window, *s)
+        cache = KeyValueCache(1, 3, 11, kv_heads, 8, torch.float32, torch.device("cpu"))
+        rows = [cache.prefill(list(lengths)), *(cache.step for _ in range(new))]
+        at = torch.cat([torch.arange(end - n, end - new) for end, n in zip(ends.tolist(), whole, strict=True)])
+        for left, row in zip(range(new, -1, -1), rows, strict=True):
+            row = row() if callable(row) else row
+            at = at if left == new else ends - left - 1
+            out = ops.attention(q[at], k[at], v[at], layer, row, *s)
+            torch.testing.assert_close(out, expected[at], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 20])

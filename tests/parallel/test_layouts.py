@@ -13,20 +13,34 @@ from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
 Outcome = dict[str, Any]
+Layout = dict[str, Any]
 
 LAYOUTS = [
     {"tp": 2},
     {"tp": 4},
     {"tp": 2, "dp_shard": 2},
+    {"cp": 2},
+    {"cp": 2, "cp_zigzag": False},
+    {"cp": 2, "cp_strategy": "ulysses"},
+    {"cp": 3},
+    {"cp": 3, "cp_strategy": "ulysses", "cp_zigzag": True},
+    {"cp": 4},
+    {"cp": 4, "cp_zigzag": False},
+    {"cp": 4, "cp_strategy": "ulysses"},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "tp": 2, "cp_strategy": "ulysses"},
+    {"cp": 2, "dp_shard": 2},
+    {"cp": 2, "dp_replicate": 2, "cp_strategy": "ulysses"},
+    {"cp": 2, "tp": 2, "dp_shard": 2},
 ]
 
 
-def _job(layout: dict[str, int], **changes: Any) -> Any:
-    degrees = {f"layout__{axis}": degree for axis, degree in layout.items()}
-    return tiny_job(train__steps=3, model__num_key_value_heads=4, **degrees, **changes)
+def _job(layout: Layout, **changes: Any) -> Any:
+    choices = {f"layout__{key}": value for key, value in layout.items()}
+    return tiny_job(**{"train__steps": 3, "model__num_key_value_heads": 4} | choices | changes)
 
 
-def _three_steps(layout: dict[str, int], changes: dict[str, Any], folder: Path) -> Outcome:
+def _three_steps(layout: Layout, changes: dict[str, Any], folder: Path) -> Outcome:
     trainer, gradients, stop = make_trainer(_job(layout, **changes), folder), [], StopRequest()
     plain = trainer.gradients
 
@@ -58,11 +72,29 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() <= 1e-5 * expected.norm() + 1e-9)
 
 
+# Three key heads for six query heads, windows that end on other ranks and one layer without.
+UNEVEN = {
+    "model__num_attention_heads": 6, "model__num_key_value_heads": 3, "model__head_dim": 8,
+    "model__sliding_window": 11, "model__full_attention_layers": [1],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    _compare(workers, alone, tmp_path, layout, {})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_context_ranks_divide_windows_and_uneven_heads(
+    workers: Pools, alone: Any, tmp_path: Path, strategy: str
+) -> None:
+    _compare(workers, alone, tmp_path, {"cp": 4, "cp_strategy": strategy}, UNEVEN)
+
+
+def _compare(workers: Pools, alone: Any, tmp_path: Path, layout: Layout, changes: dict[str, Any]) -> None:
     size = _job(layout).layout.world_size
-    one = alone({})
-    for rank, many in enumerate(workers(size).run(_three_steps, layout, {}, tmp_path)):
+    one = alone(changes)
+    for rank, many in enumerate(workers(size).run(_three_steps, layout, changes, tmp_path)):
         for key in ("loss", "grad_norm", "tokens", "executed_tokens"):
             found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
             assert found == pytest.approx(expected, rel=1e-5), (rank, key)
