@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stream = Stream(job.data, job.batch, 0, byte_tokenizer())
         trainer = Trainer(job, Path(folder) / "run", start(job.layout), stream)
-        trainer.model.initialize(0)
+        trainer.initialize(0)
         background = trainer.checkpointer
         blocking = Checkpointer(Path(folder) / "blocking", Checkpoint(asynchronous=False))
 

@@ -74,7 +74,7 @@ def make_trainer(source: Path, folder: Path) -> tuple[Trainer, Tokenizer]:
     job = make_job(tree, "benchmark")
     tokenizer = build_tokenizer(job.data, folder / "none")
     trainer = Trainer(job, folder / "run", start(job.layout), Stream(job.data, job.batch, 0, tokenizer))
-    trainer.model.initialize(0)
+    trainer.initialize(0)
     return trainer, tokenizer
 
 

@@ -66,7 +66,7 @@ def make_trainer(shape: tuple[int, int, int], source: Path, folder: Path) -> Tra
         "benchmark",
     )  # fmt: skip
     trainer = Trainer(job, folder / str(hidden), start(job.layout), Stream(job.data, job.batch, 0, byte_tokenizer()))
-    trainer.model.initialize(0)
+    trainer.initialize(0)
     return trainer
 
 

@@ -1,24 +1,43 @@
 """From a resolved job to a model that is ready to compute: op set, activation policy, compilation, sharding."""
 
+from dataclasses import replace
+
 import torch
 
 from equigrad.config import Job
 from equigrad.config.model import Model
 from equigrad.memory import recompute
 from equigrad.models.decoder import Decoder
+from equigrad.models.parts import EMBEDDING, Part, cut_into_parts
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import COMPUTE_DTYPES
-from equigrad.parallel.placement import Placement, part, whole
+from equigrad.parallel.placement import Placement, whole
+from equigrad.parallel.placement import part as box_of
 from equigrad.parallel.sharding import data_mesh, shard
 from equigrad.parallel.world import World
 
 
 def build_model(job: Job, world: World) -> Decoder:
-    """The decoder on this rank's device, sharded as the layout says, its parameters not yet given values."""
+    """The whole decoder on this rank's device, as ``build_parts`` makes it."""
+    (model,) = build_parts(job, world).values()
+    return model
+
+
+def build_parts(job: Job, world: World) -> dict[int, Decoder]:
+    """This rank's parts of the decoder, on its device, sharded as the layout says, not yet given values.
+
+    By number: part ``p`` is on pipeline rank ``p % pp``.
+    """
+    pipe = world.axis("pp")
+    parts = cut_into_parts(job.model, pipe.size * job.layout.pp_stages, job.data.context)
+    return {number: _build(job, world, parts[number]) for number in range(pipe.rank, len(parts), pipe.size)}
+
+
+def _build(job: Job, world: World, part: Part) -> Decoder:
     ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
     sharded = data_mesh(world) is not None
-    model = Decoder(job.model, ops, "meta" if sharded else world.device, places(job.model, world))
+    model = Decoder(job.model, ops, "meta" if sharded else world.device, places(job.model, world, part), part)
     blocks = model.blocks
     if job.numerics.compile:
         # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
@@ -30,12 +49,20 @@ def build_model(job: Job, world: World) -> Decoder:
     return model.to_empty(device=world.device) if sharded else model
 
 
-def places(model: Model, world: World) -> dict[str, Placement]:
+def places(model: Model, world: World, part: Part) -> dict[str, Placement]:
     """The box of each parameter that this rank works with, before it is sharded over the data ranks."""
     tensor, found = world.axis("tp"), {}
     for name, spec in parameter_specs(model).items():
         if spec.tensor is None:
-            found[name] = whole(name, spec.shape, replica=tensor.rank)
+            box = whole(name, spec.shape, replica=tensor.rank)
         else:
-            found[name] = part(name, spec.shape, *spec.tensor, tensor.size, tensor.rank)
+            box = box_of(name, spec.shape, *spec.tensor, tensor.size, tensor.rank)
+        if is_second_copy(name, part, model.tie_word_embeddings):
+            box = replace(box, replica=box.replica + tensor.size)
+        found[name] = box
     return found
+
+
+def is_second_copy(name: str, part: Part, tied: bool) -> bool:
+    """Whether a parameter of this part is the copy of a tied embedding that the head of a pipeline works with."""
+    return tied and name == EMBEDDING and part.last and not part.first

@@ -3,13 +3,11 @@
 import math
 from dataclasses import asdict, dataclass
 
-import torch
-
 from equigrad.config import Job
 from equigrad.data.stream import HeldOut, Stream
-from equigrad.models.decoder import Decoder
+from equigrad.execution import Execution
 from equigrad.parallel.world import World
-from equigrad.rows import row_tensors, schedule_samples
+from equigrad.rows import schedule_samples
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,11 @@ class Evaluation:
         return {names.get(k, k): v for k, v in asdict(self).items()}
 
 
-@torch.no_grad()
-def evaluate(model: Decoder, stream: Stream, held_out: HeldOut, job: Job, world: World) -> Evaluation:
+def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, world: World) -> Evaluation:
     """Every rank runs the same number of rounds, with empty rows where samples run out."""
-    samples, text_bytes = held_out.samples, held_out.bytes
+    samples, text_bytes, tokens = held_out.samples, held_out.bytes, held_out.loss_tokens
     schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens)
-    total, tokens = 0.0, 0
-    for row in schedule.lane(world.lane):
-        batch = row_tensors(stream, [samples[i] for i in row], world)
-        losses = model(batch.ids, batch.row, batch.labels, batch.at)
-        if world.counts:
-            total += float(losses.double().sum())
-            tokens += len(batch.labels)
-    total, count = world.sum([total, float(tokens)])
-    tokens = int(count)
+    (total,) = world.sum([execution.evaluate(stream, samples, schedule).loss])
     loss = total / tokens
     bits = total / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss, bits, math.exp(min(loss, 700.0)), tokens, text_bytes)

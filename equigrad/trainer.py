@@ -1,30 +1,33 @@
 """The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from equigrad.build import build_model
+from equigrad.build import build_parts
 from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
 from equigrad.evaluation import Evaluation, evaluate
-from equigrad.objectives.language_model import language_model
+from equigrad.execution import Execution
+from equigrad.models.decoder import Decoder
+from equigrad.models.parts import EMBEDDING
+from equigrad.models.specs import parameter_specs
 from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.placement import Placed, local_part
 from equigrad.parallel.ranks import SharedUserError
-from equigrad.parallel.sharding import add_up, reduce_gradients
+from equigrad.parallel.sharding import add_ends, add_up
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
-from equigrad.rows import row_tensors, schedule_samples
-from equigrad.schedule.packing import Schedule
+from equigrad.rows import schedule_samples
 
 
 class Trainer:
@@ -32,13 +35,26 @@ class Trainer:
 
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
-        self.model = build_model(job, world)
-        self.parameters = self.model.placed()
-        self.optimizer = AdamW(job.optim, self.parameters, self.model.specs)
+        self.parts = build_parts(job, world)
+        self.specs = parameter_specs(job.model)
+        self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
+        self.execution = Execution(job, world, self.parts)
+        self.optimizer = AdamW(job.optim, self.parameters, self.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self.step = 0
         self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         self.counters |= {"step_seconds": 0.0, "wall_seconds": 0.0}
+
+    @property
+    def model(self) -> Decoder:
+        """The whole model, where there is no pipeline."""
+        (model,) = self.parts.values()
+        return model
+
+    def initialize(self, seed: int) -> None:
+        """Give the parameters their initial values, the same on every layout."""
+        for part in self.parts.values():
+            part.initialize(seed)
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""
@@ -78,39 +94,33 @@ class Trainer:
             raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
         schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         world.agree([schedule.digest, self.stream.cursor()], f"the schedule of step {self.step + 1}")
-        share, executed = self.forward_backward(batch, schedule)
+        own = self.execution.train(self.stream, batch.samples, schedule, batch.loss_tokens)
         gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
-        loss, square, executed_tokens, asked = world.sum([share, square, float(executed), float(stop.asked)])
+        loss, square, executed, asked = world.sum([own.loss, square, float(own.tokens), float(stop.asked)])
         norm = square**0.5
         lr = learning_rate(job.optim, self.step, job.train.steps)
         self._apply(gradients, loss, norm, lr)
         self.step += 1
         self.counters["tokens"] += batch.tokens
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
-                  "executed_tokens": int(executed_tokens), "loss_tokens": batch.loss_tokens,
+                  "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
         return record, asked > 0
 
-    def forward_backward(self, batch: Batch, schedule: Schedule) -> tuple[float, int]:
-        """Accumulate the gradients of this lane's rows. Returns its share of the loss and the tokens it computed."""
-        rows = schedule.lane(self.world.lane)
-        share, executed = [], 0
-        for number, row in enumerate(rows):
-            reduce_gradients(self.model, self.job.layout.reduce_every_round or number == len(rows) - 1)
-            tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world)
-            losses = self.model(tensors.ids, tensors.row, tensors.labels, tensors.at)
-            loss = language_model(losses, batch.loss_tokens)
-            loss.backward()
-            share.append(loss.detach().double())
-            executed += len(tensors.ids)
-        return (float(torch.stack(share).sum()), executed) if self.world.counts else (0.0, 0)
-
     def gradients(self) -> dict[str, Placed]:
-        """The accumulated gradients, each in its parameter's place."""
-        local = {n: local_part(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
-        add_up([g for n, g in local.items() if self.model.specs[n].tensor is None], self.world.axis("tp"))
+        """The accumulated gradients, each in its parameter's place and summed over all ranks that have a part of it."""
+        local = {n: local_part(p.grad) for n, p in self._named() if p.grad is not None}
+        partial = [n for n in local if self.specs[n].tensor is None]
+        add_up([local[n] for n in partial], self.world.axis("tp"))
+        if self.job.model.tie_word_embeddings and EMBEDDING in local:
+            add_ends(local[EMBEDDING], self.world.axis("pp"))
         return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters; no name is in two of its parts."""
+        for part in self.parts.values():
+            yield from part.named_parameters()
 
     def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
         """Update the parameters, or refuse the step if it is not finite."""
@@ -120,7 +130,8 @@ class Trainer:
                 clip(gradients.values(), norm, job.optim.clip_norm)
             self.optimizer.step(gradients, lr)
             self.counters["skipped_in_a_row"] = 0
-        self.model.zero_grad(set_to_none=True)
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=True)
         if finite:
             return
         what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}"
@@ -142,7 +153,7 @@ class Trainer:
         if not held_out.samples:
             return None
         observer.evaluating()
-        result = evaluate(self.model, self.stream, held_out, self.job, self.world)
+        result = evaluate(self.execution, self.stream, held_out, self.job, self.world)
         observer.evaluation(self.step, result)
         return result
 

@@ -73,7 +73,7 @@ def make_trainer(job: Job, folder: Path, world: World | None = None) -> Trainer:
     """A trainer with initial weights."""
     world = world or pool_world(job)
     trainer = Trainer(job, folder, world, Stream(job.data, job.batch, job.seed, byte_tokenizer()))
-    trainer.model.initialize(job.seed)
+    trainer.initialize(job.seed)
     return trainer
 
 

@@ -21,7 +21,7 @@ LEVELS: list[set[str]] = [
     {"cli"},
     {"commands"},
     {"trainer"},
-    {"build", "evaluation", "resolve", "rows", "run"},
+    {"build", "evaluation", "execution", "resolve", "rows", "run"},
     {"data", "schedule", "objectives", "optim", "checkpoint", "observe", "memory"},
     {"models"},
     {"numerics"},
@@ -29,11 +29,18 @@ LEVELS: list[set[str]] = [
     {"config"},
     {"errors", "files", "__init__"},
 ]
-BESIDE = {("evaluation", "rows"), ("resolve", "run"), ("files", "errors")}
+BESIDE = {
+    ("evaluation", "rows"),
+    ("evaluation", "execution"),
+    ("execution", "rows"),
+    ("resolve", "run"),
+    ("files", "errors"),
+}
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
     "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
+    "schedule.pipeline", "parallel.partition", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),

@@ -46,9 +46,10 @@ def _job(weights: Weights, arguments: argparse.Namespace, overrides: Sequence[st
 
 
 def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
-    from equigrad.commands.models import open_model, own_tokenizer
+    from equigrad.commands.models import open_parts, own_tokenizer
     from equigrad.data.stream import Stream
     from equigrad.evaluation import evaluate
+    from equigrad.execution import Execution
     from equigrad.parallel.world import start
     from equigrad.resolve import resolve_vocabulary
 
@@ -66,7 +67,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
             " data.held_out_sources is empty; give --data.held_out_sources FILE (--data.held_out_every 0 beside it"
             " leaves the rest out)"
         )
-    result = evaluate(open_model(weights, job, world), stream, held_out, job, world).record()
+    result = evaluate(Execution(job, world, open_parts(weights, job, world)), stream, held_out, job, world).record()
     if world.is_main:
         print(f"held-out loss     {result['held_out_loss']:.6f} nats per token")
         print(f"perplexity        {result['held_out_perplexity']:.4f}")

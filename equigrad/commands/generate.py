@@ -14,7 +14,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.temperature < math.inf or not 0 < arguments.top_p <= 1 or arguments.max_tokens < 0:
         raise UserError("--temperature and --max-tokens must be numbers from 0 on, and --top-p in (0, 1]")
     weights, prompts = find_weights(arguments.model), _prompts(arguments)
-    from equigrad.commands.models import open_model, own_job, own_tokenizer
+    from equigrad.commands.models import open_parts, own_job, own_tokenizer
     from equigrad.config.layout import Layout
     from equigrad.models.generate import generate
     from equigrad.parallel.world import start
@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     tokenizer = own_tokenizer(weights)
     job = resolve_vocabulary(own_job(weights), tokenizer)
     job = job.model_copy(update={"layout": Layout(device=job.layout.device)})
-    model = open_model(weights, job, start(job.layout))
+    model = open_parts(weights, job, start(job.layout))[0]
     texts = [tokenizer.chat_prompt([{"role": "user", "content": p}]) if arguments.chat else p for p in prompts]
     begin = [] if arguments.chat else [tokenizer.bos_id]
     ids = [begin + encoded.tolist() for encoded in tokenizer.encode_batch(texts, special=arguments.chat)]

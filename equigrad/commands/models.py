@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from equigrad.build import build_model
+from equigrad.build import build_parts
 from equigrad.checkpoint.huggingface import load_weights
 from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
@@ -34,8 +34,8 @@ def own_tokenizer(weights: Weights) -> Tokenizer:
     return read_tokenizer(weights.tokenizer)
 
 
-def open_model(weights: Weights, job: Job, world: World) -> Decoder:
-    """Build the model of ``job`` on this rank and fill it."""
-    model = build_model(job, world)
-    load_weights(weights, model.placed())
-    return model.eval()
+def open_parts(weights: Weights, job: Job, world: World) -> dict[int, Decoder]:
+    """Build this rank's parts of the model of ``job`` and fill them."""
+    parts = build_parts(job, world)
+    load_weights(weights, {name: placed for part in parts.values() for name, placed in part.placed().items()})
+    return parts

@@ -16,6 +16,7 @@ from equigrad.data.stream import Batch, Stream
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.evaluation import Evaluation
+from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
@@ -158,7 +159,7 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
         found = find_weights(trainer.job.model.weights)
         load_weights(found, trainer.parameters)
     else:
-        trainer.model.initialize(trainer.job.seed)
+        trainer.initialize(trainer.job.seed)
 
 
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
@@ -263,7 +264,7 @@ def _tell(run: Run, job: Job) -> None:
 
 def _sample(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str] | None:
     """A continuation of ``observe.sample_prompt``, made by all ranks together."""
-    observe, model = trainer.job.observe, trainer.model
+    observe, model = trainer.job.observe, WholeModel(trainer.world, trainer.parts)
     prompt = [tokenizer.bos_id, *tokenizer.encode_batch([observe.sample_prompt])[0].tolist()]
     room = trainer.job.model.max_position_embeddings - len(prompt)
     length = min(observe.sample_tokens, room)

@@ -28,7 +28,11 @@ class Layout(Section):
     tp: int = Field(1, ge=1)
     """Tensor-parallel degree."""
     pp: int = Field(1, ge=1)
-    """Pipeline-parallel degree."""
+    """Pipeline-parallel degree: the blocks are divided over this many ranks."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of forward and backward passes in a pipeline, see ``equigrad schedule``."""
+    pp_stages: int = Field(1, ge=1)
+    """Stages on each pipeline rank; ``interleaved`` has a smaller bubble with more of them."""
     ep: int = Field(1, ge=1)
     """Expert-parallel degree."""
     reshard_after_forward: bool = True
@@ -64,10 +68,12 @@ class Layout(Section):
 
     @model_validator(mode="after")
     def _supported(self) -> "Layout":
-        later = [n for n in ("pp", "ep") if getattr(self, n) > 1]
+        if self.pp_stages > 1 and self.pp == 1:
+            raise ValueError(f"pp_stages {self.pp_stages} needs a pipeline: pp is 1")
+        later = [n for n in ("ep",) if getattr(self, n) > 1]
         if later:
             raise ValueError(
                 f"{', '.join(f'{n} {getattr(self, n)}' for n in later)}: this release divides work by dp_replicate,"
-                " dp_shard, cp and tp; leave pp and ep at 1"
+                " dp_shard, cp, tp and pp; leave ep at 1"
             )
         return self

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equigrad.config.model import Model
+from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
@@ -75,8 +76,8 @@ class _Holder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. ``initialize`` or a checkpoint gives parameters their values; to be sharded before they take any
-    memory, they are made on the meta device."""
+    """The whole model, or one part of it, a stage of a pipeline. ``initialize`` or a checkpoint gives parameters their
+    values; to be sharded before they take any memory, they are made on the meta device."""
 
     model: Any
     lm_head: Any
@@ -87,36 +88,54 @@ class Decoder(nn.Module):
         ops: Ops,
         device: torch.device | str = "meta",
         places: Mapping[str, Placement] | None = None,
+        part: Part | None = None,
     ) -> None:
-        """``places``: the box of each parameter that this rank works with; None: all of each."""
+        """
+        places: the box of each parameter that this rank works with; None: all of each
+        part:   which blocks these are; None: all
+        """
         super().__init__()
         self.config, self.ops = config, ops
         self.specs = parameter_specs(config)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList(Block(config, ops, i) for i in range(config.num_hidden_layers))
+        self.part = part or Part(0, config.num_hidden_layers, config.num_hidden_layers)
+        blocks = range(self.part.start, self.part.stop)
+        self.model.layers = nn.ModuleDict({str(i): Block(config, ops, i) for i in blocks})
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
-            _attach(self, name, nn.Parameter(torch.empty(at.local_shape, device=device)))
+            if self.part.holds(name, config.tie_word_embeddings):
+                _attach(self, name, nn.Parameter(torch.empty(at.local_shape, device=device)))
 
-    def forward(self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None, x: Tensor | None = None
+    ) -> Tensor:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
-        ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them.
+        ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them. A part that is not the first goes
+        on from the residual stream ``x`` [T, H], and one that is not the last returns it.
         """
         ops, vocabulary = self.ops, self.config.vocabulary
-        x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
+        if x is None:
+            x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
         table = self.rotary_table(row)
         for block in self.blocks:
             x = block(x, table, row)
+        if not self.part.last:
+            return x
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
             return ops.logits(x, self.head, at, vocabulary, row)
         return ops.cross_entropy(x, self.head, labels, at, vocabulary, row)
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
     def blocks(self) -> list[Block]:
         """The blocks, first to last."""
-        return list(self.model.layers)
+        return list(self.model.layers.values())
 
     @property
     def head(self) -> Tensor:

@@ -5,21 +5,38 @@ number n draws does not depend on the sequences beside it. Knows token ids only,
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from equigrad.config.model import Model
 from equigrad.errors import UserError
-from equigrad.models.decoder import Decoder
 from equigrad.numerics.cache import KeyValueCache
+from equigrad.numerics.ops import Ops
 from equigrad.numerics.random import key, splitmix64
+from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.partition import part_of
 
 
+class LogitModel(Protocol):
+    """What decoding needs of a model: a decoder, or one whose parts are on several ranks."""
+
+    config: Model
+    ops: Ops
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, ids: Tensor, row: Row, *, at: Tensor | None = None) -> Tensor:
+        """Logits [n, V] at the tokens ``at`` [n]; None: all."""
+        ...
+
+
 @torch.no_grad()
 def generate(
-    model: Decoder,
+    model: LogitModel,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     temperature: float = 1.0,
@@ -34,7 +51,7 @@ def generate(
     ``temperature`` 0 is greedy. ``top_p`` keeps the smallest set of most likely tokens whose probability reaches it.
     Raises ``UserError`` for an empty prompt or one that does not fit the model's context.
     """
-    config, device = model.config, next(model.parameters()).device
+    config, device = model.config, model.device
     limit = config.max_position_embeddings
     for number, prompt in enumerate(prompts):
         if not prompt:

@@ -64,6 +64,11 @@ class Row:
         return cls(kept, own, None, split, residual, strategy)
 
     @property
+    def residual_tokens(self) -> int:
+        """Tokens of this rank in the residual stream."""
+        return len(self.positions) if self.tensor is None else self.tensor.length
+
+    @property
     def tokens(self) -> int:
         """Number of tokens T, on all ranks together."""
         return sum(self.lengths)

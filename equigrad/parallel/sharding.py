@@ -53,6 +53,24 @@ def add_up(gradients: Sequence[Tensor], axis: Axis) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
+@torch.no_grad()
+def add_ends(gradient: Tensor, axis: Axis) -> None:
+    """Sum a gradient over the first and the last rank of an axis, in place and in this order: both use the parameter.
+    The ranks in between have nothing to do with it, and do not call this."""
+    if axis.group is None:
+        return
+    other = axis.size - 1 if axis.rank == 0 else 0
+    theirs = torch.empty_like(gradient)
+    sent = gradient.contiguous()
+    transfers = [
+        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=other),
+        dist.P2POp(dist.irecv, theirs, group=axis.group, group_peer=other),
+    ]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    gradient.copy_(sent + theirs if axis.rank == 0 else theirs + sent)
+
+
 def reduce_gradients(model: nn.Module, now: bool) -> None:
     """Whether the next backward pass reduces gradients over ranks, or adds to the local ones."""
     set_sync = getattr(model, "set_requires_gradient_sync", None)  # absent where nothing is sharded

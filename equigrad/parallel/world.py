@@ -58,11 +58,6 @@ class World:
         return self.layout.data_lanes
 
     @property
-    def counts(self) -> bool:
-        """Whether what this rank computes of its tokens is counted: tensor ranks compute the same loss."""
-        return self.axis("tp").rank == 0
-
-    @property
     def is_main(self) -> bool:
         """Whether this rank speaks for all: prints, and writes the run folder's common files."""
         return self.rank == 0

@@ -19,6 +19,10 @@ LAYOUTS = [
     {"tp": 2},
     {"tp": 4},
     {"tp": 2, "dp_shard": 2},
+    {"pp": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
+    {"pp": 2, "cp": 2, "pp_schedule": "gpipe"},
     {"cp": 2},
     {"cp": 2, "cp_zigzag": False},
     {"cp": 2, "cp_strategy": "ulysses"},
@@ -89,6 +93,22 @@ def test_context_ranks_divide_windows_and_uneven_heads(
     workers: Pools, alone: Any, tmp_path: Path, strategy: str
 ) -> None:
     _compare(workers, alone, tmp_path, {"cp": 4, "cp_strategy": strategy}, UNEVEN)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "pp_stages": 2, "pp_schedule": "interleaved"},
+        {"pp": 4},
+        {"pp": 4, "pp_schedule": "zero_bubble"},
+        {"pp": 2, "pp_stages": 2, "pp_schedule": "zero_bubble", "dp_shard": 2},
+        {"pp": 2, "tp": 2, "cp": 2},
+        {"pp": 2, "tp": 2, "dp_shard": 2},
+    ],
+    ids=str,
+)
+def test_a_pipeline_of_many_blocks(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    _compare(workers, alone, tmp_path, layout, {"model__num_hidden_layers": 5, "model__tie_word_embeddings": False})
 
 
 def _compare(workers: Pools, alone: Any, tmp_path: Path, layout: Layout, changes: dict[str, Any]) -> None:

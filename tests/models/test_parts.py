@@ -1,0 +1,56 @@
+"""Stages of a pipeline: every block and parameter in one of them, and none with much more to do than need be."""
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from equigrad.config.model import Model
+from equigrad.models.parts import Part, cut_into_parts
+from equigrad.models.specs import parameter_specs, token_flops
+
+
+def model(layers: int, vocabulary: int, tied: bool = True) -> Model:
+    return Model(vocab_size=vocabulary, num_hidden_layers=layers, tie_word_embeddings=tied)
+
+
+def most(config: Model, bounds: list[int]) -> float:
+    """The operations of the part that has most of them."""
+    head = 6.0 * config.vocabulary * config.hidden_size
+    block = (token_flops(config)(64) - head) / config.num_hidden_layers
+    sizes = [b - a for a, b in pairwise(bounds)]
+    return max(n * block + (head if i == len(sizes) - 1 else 0) for i, n in enumerate(sizes))
+
+
+@pytest.mark.parametrize("vocabulary", [100, 5_000, 50_000])
+@pytest.mark.parametrize("layers", [1, 2, 5, 8])
+def test_no_other_cut_is_better(layers: int, vocabulary: int) -> None:
+    config = model(layers, vocabulary)
+    for count in range(1, layers + 1):
+        parts = cut_into_parts(config, count, 128)
+        bounds = [0, *(part.stop for part in parts)]
+        assert [part.start for part in parts] == bounds[:-1]
+        assert bounds[-1] == layers
+        assert all(part.stop > part.start for part in parts)
+        others = ([0, *middle, layers] for middle in combinations(range(1, layers), count - 1))
+        assert most(config, bounds) == pytest.approx(min(most(config, other) for other in others))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_belongs_to_one_part_and_a_tied_embedding_to_two(tied: bool) -> None:
+    config = model(5, 500, tied)
+    parts = cut_into_parts(config, 3, 128)
+    for name in parameter_specs(config):
+        holders = [part for part in parts if part.holds(name, tied)]
+        assert len(holders) == (2 if tied and "embed" in name else 1), name
+    assert parts[0].holds("model.embed_tokens.weight", tied)
+    assert parts[-1].holds("model.norm.weight", tied)
+
+
+def test_a_whole_model_is_one_part() -> None:
+    assert cut_into_parts(model(4, 100), 1, 64) == (Part(0, 4, 4),)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_more_parts_than_blocks_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="4 blocks cannot be cut"):
+        cut_into_parts(model(4, 100), count, 64)
