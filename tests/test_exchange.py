@@ -48,7 +48,7 @@ def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dt
     ids = torch.arange(40)[None]
     with torch.no_grad():
         assert torch.equal(first(ids).logits, second(ids).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Ahab") == [65, 104, 97, 98]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("Ahab") == [256, 65, 104, 97, 98]
 
 
 def test_exports_in_several_files(tmp_path: Path) -> None:
@@ -125,9 +125,10 @@ def test_generate_is_greedy_like_transformers_and_the_same_in_a_batch(trained: P
     ok("generate", tmp_path / "hf", "--prompt", "Call me", *words)
     assert json.loads((tmp_path / "out.json").read_text()) == both[:1]
     hf, tokenizer = (c.from_pretrained(tmp_path / "hf") for c in (AutoModelForCausalLM, AutoTokenizer))
-    ids = torch.tensor([[256, *tokenizer.encode("Call me", add_special_tokens=False)]])
-    theirs = hf.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=256)
-    assert both[0]["text"] == tokenizer.decode(theirs[0, ids.shape[1] :], skip_special_tokens=True)
+    assert hf.generation_config.eos_token_id == [256]
+    prompt = tokenizer("Call me", return_tensors="pt")
+    theirs = hf.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=256)
+    assert both[0]["text"] == tokenizer.decode(theirs[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_warm_start_takes_weights_alone_from_any_kind_of_folder(trained: Path, tmp_path: Path) -> None:

@@ -326,6 +326,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: P
     assert time.monotonic() - began < 60
     assert process.returncode == 1
     assert "rank 0 failed" in err
+    assert "ranks [1] did not answer and were ended" in err
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 

@@ -87,7 +87,8 @@ def _explain(folder: Path, deaths: dict[int, int]) -> int:
     killed = [
         rank for rank, code in sorted(deaths.items()) if rank not in reported and code not in (0, -signal.SIGTERM)
     ]
-    if not causes and not killed:
+    silent = bool(reports) and time.time() - min(r["time"] for r in reports) >= _GRACE_SECONDS
+    if not causes and (silent or not killed):  # who was silent until the launcher killed it is no cause known here
         causes = sorted(reports, key=lambda r: r["time"])
     if causes:
         first = causes[0]
@@ -95,6 +96,8 @@ def _explain(folder: Path, deaths: dict[int, int]) -> int:
             print(f"equigrad: error: {first['text']}", file=sys.stderr)
             return 2
         print(f"equigrad: rank {first['rank']} failed:\n{first['text']}", file=sys.stderr)
+        if killed and silent:
+            print(f"equigrad: ranks {killed} did not answer and were ended", file=sys.stderr)
         return 1
     for rank in killed or sorted(deaths)[:1]:
         code = deaths[rank]

@@ -149,8 +149,8 @@ def _device(layout: Layout, local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     if available < local_size and available != 1:
         raise UserError(
-            f"{local_size} processes on this machine see {available} GPUs; start one process for each GPU,"
-            ' or set layout.device to "cpu"'
+            f"layout.device is {layout.device}, but {local_size} processes on this machine see {available} GPUs;"
+            ' start one process for each GPU, or set layout.device to "cpu"'
         )
     device = torch.device("cuda", local_rank if available >= local_size else 0)
     torch.cuda.set_device(device)
