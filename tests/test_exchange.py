@@ -26,7 +26,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
-                                             ("qwen3", torch.float32), ("llama-llama3", torch.float16)])  # fmt: skip
+                                             ("qwen3", torch.float32), ("llama-llama3", torch.float16),
+                                             ("qwen3-moe", torch.bfloat16)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,7 +194,9 @@ def test_bad_model_folders_are_refused_with_one_message(
 def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
-    assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {"llama", "qwen2", "qwen3"}
+    assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {
+        "llama", "qwen2", "qwen3", "qwen3_moe",
+    }  # fmt: skip
 
 
 def test_mixed_types_survive_the_round_trip(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from equigrad.errors import UserError
-from equigrad.models.specs import parameter_count, parameter_specs
+from equigrad.models.specs import parameter_count
 from equigrad.resolve import Weights, find_weights
 from equigrad.run import Run, write_json, writing
 
@@ -72,10 +72,10 @@ def _one(weights: Weights) -> dict[str, Any]:
     if weights.checkpoint is not None:
         return {"kind": "checkpoint"} | _checkpoint(weights.checkpoint) | {"model": shape}
     from equigrad.checkpoint.digest import digest
-    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_dtypes
+    from equigrad.checkpoint.huggingface import model_tensors, weight_dtypes
     from equigrad.parallel.placement import place_all
 
-    tensors = huggingface_tensors(weights.folder, parameter_specs(weights.model))
+    tensors = model_tensors(weights)
     return {
         "kind": "model",
         "path": str(weights.folder),

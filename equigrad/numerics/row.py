@@ -29,6 +29,7 @@ class Row:
     cache:     keys and values of earlier tokens while decoding, else None
     context:   how the row's tokens lie on the context ranks; None: they are all here
     tensor:    how this context rank's tokens lie on the tensor ranks in the residual stream; None: they are all here
+    experts:   the ranks that share the experts, each with tokens of its own
 
     Example: segments of 3 and 2 tokens are ``Row((3, 2), tensor([0, 1, 2, 0, 1]))``.
     """
@@ -38,6 +39,7 @@ class Row:
     cache: "KeyValueCache | None" = field(default=None, compare=False)
     context: Split | None = None
     tensor: Split | None = None
+    experts: Axis = ALONE
 
     @classmethod
     def of(
@@ -46,6 +48,7 @@ class Row:
         device: torch.device | str = "cpu",
         context: Axis = ALONE,
         tensor: Axis = ALONE,
+        experts: Axis = ALONE,
         zigzag: bool = False,
     ) -> "Row":
         """A row of whole segments, each counted from position 0. Segments without tokens vanish."""
@@ -55,7 +58,7 @@ class Row:
         make = Partition.zigzag if zigzag else Partition.contiguous
         split = context.split(make(len(whole), context.size))
         own = whole if split is None else split.take(whole)
-        return cls(kept, own, None, split, tensor.split(Partition.contiguous(len(own), tensor.size)))
+        return cls(kept, own, None, split, tensor.split(Partition.contiguous(len(own), tensor.size)), experts)
 
     @property
     def tokens(self) -> int:
