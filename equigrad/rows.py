@@ -43,7 +43,7 @@ def schedule_samples(
 def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World) -> RowTensors:
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty."""
     read, device = [stream.read(ref) for ref in samples], world.device
-    row = Row.of([s.length for s in samples], device, world.axis("cp"), world.axis("tp"))
+    row = Row.of([s.length for s in samples], device, world.axis("cp"), world.axis("tp"), world.axis("ep"))
 
     def own(name: str) -> Tensor:
         parts = [s.streams[name] for s in read]

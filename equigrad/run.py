@@ -29,7 +29,7 @@ from equigrad.errors import UserError
 
 # What a resumed run may not change: the meaning of its state.
 _FIXED = ("seed", "model", "data")
-_FREE = ("data.cache", "model.weights")
+_FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef")
 _LOCK = ".lock"
 
 

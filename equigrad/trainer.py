@@ -14,7 +14,10 @@ from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
 from equigrad.errors import UserError
 from equigrad.evaluation import Evaluation, evaluate
+from equigrad.models.balance import Balance
+from equigrad.numerics.routing import Loads
 from equigrad.objectives.language_model import language_model
+from equigrad.objectives.load_balance import load_balance
 from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.norm import clip, local_square_sum
@@ -28,13 +31,14 @@ from equigrad.schedule.packing import Schedule
 
 
 class Trainer:
-    """One run on this rank. Its whole state is: parameters, optimizer, data cursor, counters, generators."""
+    """One run on this rank. Its whole state is: parameters, optimizer, loads, data cursor, counters, generators."""
 
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.model = build_model(job, world)
         self.parameters = self.model.placed()
         self.optimizer = AdamW(job.optim, self.parameters, self.model.specs)
+        self.balance = Balance(job.model, self.parameters, world.device, world.rank)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self.step = 0
         self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
@@ -77,33 +81,49 @@ class Trainer:
             raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
         schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         world.agree([schedule.digest, self.stream.cursor()], f"the schedule of step {self.step + 1}")
-        share, executed = self.forward_backward(batch, schedule)
+        shares, executed = self.forward_backward(batch, schedule)
         gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
-        loss, square, executed_tokens, asked = world.sum([share, square, float(executed), float(stop.asked)])
+        loss, balance, square, executed_tokens, asked = world.sum([*shares, square, float(executed), float(stop.asked)])
+        counts = world.add(self.balance.take())
         norm = square**0.5
         lr = learning_rate(job.optim, self.step, job.train.steps)
-        self._apply(gradients, loss, norm, lr)
+        self._apply(gradients, loss, norm, lr, counts)
         self.step += 1
         self.counters["tokens"] += batch.tokens
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed_tokens), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        if self.balance.layers:
+            record |= {"balance_loss": balance} | self.balance.metrics(counts)
         return record, asked > 0
 
-    def forward_backward(self, batch: Batch, schedule: Schedule) -> tuple[float, int]:
-        """Accumulate the gradients of this lane's rows. Returns its share of the loss and the tokens it computed."""
+    def forward_backward(self, batch: Batch, schedule: Schedule) -> tuple[list[float], int]:
+        """Accumulate the gradients of this lane's rows. Returns this rank's share of the loss and of the load-balancing
+        term, and the tokens it computed."""
         rows = schedule.lane(self.world.lane)
-        share, executed = [], 0
+        shares, executed = [], 0
         for number, row in enumerate(rows):
             reduce_gradients(self.model, self.job.layout.reduce_every_round or number == len(rows) - 1)
             tensors = row_tensors(self.stream, [batch.samples[i] for i in row], self.world)
-            losses = self.model(tensors.ids, tensors.row, tensors.labels, tensors.at)
-            loss = language_model(losses, batch.loss_tokens)
-            loss.backward()
-            share.append(loss.detach().double())
+            loads = Loads()
+            losses = self.model(tensors.ids, tensors.row, tensors.labels, tensors.at, loads)
+            terms = [language_model(losses, batch.loss_tokens), self._balance_term(loads, batch.tokens)]
+            torch.stack(terms).sum().backward()
+            shares.append(torch.stack(terms).detach().double())
+            self.balance.count(loads)
             executed += len(tensors.ids)
-        return (float(torch.stack(share).sum()), executed) if self.world.counts else (0.0, 0)
+        loss, balance = torch.stack(shares).sum(0).tolist()
+        # Of the loss all tensor ranks have the same share; of the routers' tokens each has its own.
+        return ([loss, balance], executed) if self.world.counts else ([0.0, balance], 0)
+
+    def _balance_term(self, loads: Loads, tokens: int) -> torch.Tensor:
+        """A row's share of the load-balancing term, its coefficient applied."""
+        experts = self.job.model.experts
+        if experts is None or not experts.router_aux_loss_coef:
+            return torch.zeros((), device=self.world.device)
+        probabilities = [load.probability for load in loads.layers]
+        return load_balance(probabilities, self.balance.shares(), tokens) * experts.router_aux_loss_coef
 
     def gradients(self) -> dict[str, Placed]:
         """The accumulated gradients, each in its parameter's place."""
@@ -111,13 +131,14 @@ class Trainer:
         add_up([g for n, g in local.items() if self.model.specs[n].tensor is None], self.world.axis("tp"))
         return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
 
-    def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
-        """Update the parameters, or refuse the step if it is not finite."""
+    def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float, counts: torch.Tensor) -> None:
+        """Update the parameters and what is known of the experts, or refuse the step if it is not finite."""
         job, finite = self.job, torch.isfinite(torch.tensor([loss, norm])).all()
         if finite:
             if job.optim.clip_norm > 0:
                 clip(gradients.values(), norm, job.optim.clip_norm)
             self.optimizer.step(gradients, lr)
+            self.balance.update(counts)
             self.counters["skipped_in_a_row"] = 0
         self.model.zero_grad(set_to_none=True)
         if finite:
@@ -143,7 +164,8 @@ class Trainer:
     def state(self) -> dict[str, Placed]:
         """Every tensor of the run, under the names that checkpoints use."""
         model = {f"model.{n}": p.renamed(f"model.{n}") for n, p in self.parameters.items()}
-        return model | {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
+        optimizer = {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
+        return model | optimizer | self.balance.state()
 
     def save(self) -> None:
         """Checkpoint the state after the current step."""

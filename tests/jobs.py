@@ -53,8 +53,8 @@ def pool_world(job: Job) -> World:
     layout, cpu = job.layout, torch.device("cpu")
     if layout.world_size == 1:
         return World(layout, 0, 1, 0, cpu, None)
-    mesh, axes = make_mesh(layout, "cpu")
-    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, None, axes)
+    mesh, axes, expert_mesh = make_mesh(layout, "cpu")
+    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, None, axes, expert_mesh)
 
 
 class Records(Observer):

@@ -210,8 +210,11 @@ def test_a_wrong_type_is_named(bad: Bad) -> None:
 
 
 def test_parallelism_that_is_not_there_is_refused(bad: Bad) -> None:
-    for degree in ("cp", "tp", "pp", "ep"):
-        assert "dp_replicate and dp_shard only" in bad("train", job(), f"--layout.{degree}", "2")
+    assert "leave pp at 1" in bad("train", job(), "--layout.pp", "2")
+
+
+def test_expert_parallelism_without_experts_is_refused(bad: Bad) -> None:
+    assert "the model has none" in bad("train", job(), "--layout.ep", "2", "--layout.dp_shard", "2")
 
 
 @pytest.mark.parametrize(("started", "shards"), [(1, 2), (3, 2)])

@@ -21,9 +21,9 @@ class AdamW:
     def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
         self.config = config
         self.updates = 0
-        self._parameters = parameters
-        self._decays = {name: specs[name].role != "vector" for name in parameters}
-        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in parameters.items()} for m in MOMENTS}
+        self._parameters = {n: p for n, p in parameters.items() if specs[n].role != "state"}
+        self._decays = {name: specs[name].role != "vector" for name in self._parameters}
+        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in self._parameters.items()} for m in MOMENTS}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float) -> None:

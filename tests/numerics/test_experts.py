@@ -11,6 +11,8 @@ from equigrad.config.model import Experts
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.row import Row
+from equigrad.parallel.collectives import ALONE, Axis
+from equigrad.parallel.partition import part_of
 from tests.numerics.test_native import assert_same, tensor
 
 ops = NativeOps()
@@ -84,9 +86,16 @@ def weights_of(experts: Experts, hidden: int = 24) -> list[Tensor]:
 
 
 def feed(
-    x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: Experts, numerics: NativeOps = ops
+    x: Tensor,
+    router: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    experts: Experts,
+    numerics: NativeOps = ops,
+    axis: Axis = ALONE,
 ) -> Tensor:
-    row = Row.of([len(x)])
+    row = Row.of([len(x)], experts=axis)
     routes = numerics.router(x, router, None, experts, row)
     sent, at = numerics.dispatch(x, routes, row)
     inner = numerics.gated(*numerics.expert_linears(sent, [gate, up], at, row), row)
@@ -132,6 +141,40 @@ def test_a_token_has_the_same_result_among_others() -> None:
         torch.testing.assert_close(
             feed(part, *weights, experts)[0], whole[(x == part[0]).all(1)][0], rtol=1e-6, atol=1e-6
         )
+
+
+def _divided(lengths: tuple[int, ...], number: int, chosen: int) -> tuple[Any, Any]:
+    """The values and gradients of this rank's tokens and experts; and of its part of everything, computed alone."""
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), len(lengths)
+    experts = make(num_experts=number, num_experts_per_tok=chosen)
+    whole, dy = tensor(sum(lengths), 24), tensor(sum(lengths), 24, seed=5).detach()
+    weights = weights_of(experts)
+    y = feed(whole, *weights, experts)
+    grads = torch.autograd.grad((y * dy).sum(), [whole, *weights])
+    first = sum(lengths[:rank])
+    tokens, own = slice(first, first + lengths[rank]), slice(*part_of(number, ranks, rank))
+    alone = [y[tokens], grads[0][tokens], *(g[own] for g in grads[2:])]
+
+    x = whole[tokens].detach().requires_grad_()
+    router, *matrices = (w.detach().clone() for w in weights)
+    matrices = [m[own].requires_grad_() for m in matrices]
+    z = feed(x, router, *matrices, experts, axis=Axis(dist.group.WORLD, rank, ranks))  # type: ignore[misc]
+    (z * dy[tokens]).sum().backward()
+    divided = [z, x.grad, *(m.grad for m in matrices)]
+    return [t.detach() for t in divided], [t.detach() for t in alone]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("number", "chosen"), [(6, 3), (4, 1), (5, 5)])
+@pytest.mark.parametrize("lengths", [(5, 0, 1, 9), (0, 0, 0, 1), (0, 0, 0, 0), (30, 31, 29, 3)], ids=str)
+def test_experts_divided_over_ranks_give_what_one_rank_gives(
+    workers: Any, lengths: tuple[int, ...], number: int, chosen: int
+) -> None:
+    for divided, alone in workers(4).run(_divided, lengths, number, chosen):
+        for found, wanted in zip(divided, alone, strict=True):
+            scale = wanted.abs().max().item() if wanted.numel() else 0.0
+            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6 * max(1.0, scale))
 
 
 def test_deferred_weight_gradients_equal_immediate_ones() -> None:
