@@ -39,7 +39,7 @@ def load_weights(weights: "Weights", parameters: Mapping[str, Placed]) -> None:
     _check_names(weights.folder, set(files), set(pieces), weights.model.tie_word_embeddings)
     for path in sorted({files[name] for name in pieces}):
         with _opened(path) as file:
-            for name, piece in pieces.items():
+            for name, piece in sorted(pieces.items()):
                 if files[name] == path and piece.parameter in parameters:
                     _fill(parameters[piece.parameter], piece.index, file.get_slice(name), name, path)
 

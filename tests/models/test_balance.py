@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from equigrad.models.balance import Balance
+from equigrad.numerics.native import NativeOps
 from equigrad.numerics.routing import Load, Loads
+from equigrad.numerics.row import Row
+from equigrad.objectives.load_balance import load_balance
 from equigrad.parallel.launch import StopRequest
+from equigrad.parallel.placement import place
 from tests.jobs import make_trainer, tiny_job
 
 EXPERTS = {
@@ -31,8 +35,6 @@ def learned(trainer: Any) -> dict[str, list[Any]]:
 def make_balance() -> tuple[Balance, torch.Tensor]:
     model = job().model.model_copy(update={"num_hidden_layers": 1})
     bias = torch.zeros(4)
-    from equigrad.parallel.placement import place
-
     name = "model.layers.0.mlp.gate.e_score_correction_bias"
     return Balance(model, {name: place(name, bias)}, torch.device("cpu"), 0), bias
 
@@ -92,16 +94,34 @@ def test_evaluation_counts_nothing(tmp_path: Path) -> None:
     assert not trainer.balance.take().any()
 
 
-def test_the_load_balancing_term_evens_out_the_loads(tmp_path: Path) -> None:
-    """Against the same run without: a strong term, twenty steps."""
-    loads = []
-    for coefficient in (0.0, 1.0):
-        experts = {"router_aux_loss_coef": coefficient, "router_bias_update_rate": None}
-        trainer = make_trainer(tiny_job(model__experts=EXPERTS | experts, train__steps=20), tmp_path / str(coefficient))
-        records = [trainer.update(trainer.stream.next_batch(), StopRequest())[0] for _ in range(20)]
-        assert records[-1]["loss"] < records[0]["loss"]
-        loads.append(records[-1]["expert_load"])
-    assert loads[1] < loads[0]
+@pytest.mark.parametrize("way", ["term", "bias"])
+def test_loads_even_out(way: str) -> None:
+    """A router that prefers one expert, and tokens that differ: either way, a step behind, spreads them."""
+    balance, bias = make_balance()
+    experts = job().model.experts
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 8, generator=generator)
+    x[:, 0] = 1.0
+    weight = torch.randn(4, 8, generator=generator) * 0.3
+    weight[0, 0] += 2.0
+    weight.requires_grad_()
+    uneven = []
+    for _ in range(100):
+        loads = Loads()
+        loads.layers.append(NativeOps().router(x, weight, bias, experts, Row.of([200])).load)
+        if way == "term":
+            load_balance([loads.layers[0].probability], balance.shares(), 200).backward()
+            with torch.no_grad():
+                weight -= 0.1 * weight.grad
+            weight.grad = None
+        balance.count(loads)
+        counts = balance.take()
+        balance.update(counts)
+        if way == "term":
+            bias.zero_()
+        uneven.append(balance.metrics(counts)["expert_load"])
+    assert uneven[0] > 1.7
+    assert max(uneven[-10:]) < 1.25
 
 
 def test_the_loss_reported_is_that_of_the_language_model(tmp_path: Path) -> None:
