@@ -13,7 +13,6 @@ from equigrad.models.specs import parameter_specs
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.parallel.placement import Placement, whole
-from equigrad.parallel.placement import part as box_of
 from equigrad.parallel.sharding import data_mesh, shard
 from equigrad.parallel.world import World
 
@@ -42,21 +41,26 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
     if job.numerics.compile:
         # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
         ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
+        # And what experts compute on the choices of a row's tokens.
+        for name in ("router", "dispatch", "expert_linears", "combine"):
+            setattr(ops, name, torch.compiler.disable(getattr(ops, name)))
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
     recompute.apply(job.memory, blocks)
-    shard(model, blocks, world)
+    shard(model, blocks, world, [p for n, p in model.named_parameters() if model.specs[n].expert is not None])
     return model.to_empty(device=world.device) if sharded else model
 
 
 def places(model: Model, world: World, part: Part) -> dict[str, Placement]:
     """The box of each parameter that this rank works with, before it is sharded over the data ranks."""
-    tensor, found = world.axis("tp"), {}
+    tensor, expert, found = world.axis("tp"), world.axis("ep"), {}
     for name, spec in parameter_specs(model).items():
-        if spec.tensor is None:
-            box = whole(name, spec.shape, replica=tensor.rank)
-        else:
-            box = box_of(name, spec.shape, *spec.tensor, tensor.size, tensor.rank)
+        if spec.role == "state":  # it is not sharded: every rank has all of it
+            found[name] = whole(name, spec.shape, replica=world.rank % (world.size // world.axis("pp").size))
+            continue
+        box = whole(name, spec.shape, replica=tensor.rank if spec.tensor is None else 0)
+        for cut, axis in ((spec.tensor, tensor), (spec.expert, expert)):
+            box = box if cut is None else box.part(*cut, axis.size, axis.rank)
         if is_second_copy(name, part, model.tie_word_embeddings):
             box = replace(box, replica=box.replica + tensor.size)
         found[name] = box

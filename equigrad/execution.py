@@ -7,6 +7,7 @@ computes which row when. Either way a row may be empty, and every parameter gets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from equigrad.config import Job
 from equigrad.data.samples import SampleRef
-from equigrad.data.stream import Stream
+from equigrad.data.stream import Batch, Stream
+from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
 from equigrad.numerics.deferred import DeferredWeightGradients
+from equigrad.numerics.routing import Loads
 from equigrad.numerics.row import Row
 from equigrad.objectives.language_model import language_model
+from equigrad.objectives.load_balance import load_balance
 from equigrad.parallel.pipeline import Hidden, run_pipeline
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
@@ -28,51 +32,73 @@ from equigrad.schedule.pipeline import PipelineSchedule, forward_pipeline, pipel
 
 Term = Callable[[Tensor], Tensor]
 """Losses of a row's tokens -> what is added up over rows, a scalar."""
+BalanceTerm = Callable[[Loads], Tensor | None]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What this rank has to tell of some rows; added over all ranks it is the whole.
 
-    loss:     sum of the terms, float64, where this rank computes and counts them, else 0
-    tokens:   tokens that it computed, counted once
+    loss:    sum of the losses, each over the normaliser, where this rank computes and counts them, else 0
+    balance: sum of the load-balancing terms of its experts
+    tokens:  tokens that it computed, counted once
     """
 
     loss: float
+    balance: float
     tokens: int
 
 
 class Execution:
-    """``parts``: this rank's, by their numbers among all parts of the model."""
+    """
+    parts:   this rank's, by their numbers among all parts of the model
+    balance: takes up how the routers spread the tokens; not needed where nothing is trained
+    """
 
-    def __init__(self, job: Job, world: World, parts: Mapping[int, Decoder]) -> None:
-        self._job, self._world, self._parts, self._pipeline = job, world, parts, world.axis("pp")
+    def __init__(self, job: Job, world: World, parts: Mapping[int, Decoder], balance: Balance | None = None) -> None:
+        self._job, self._world, self._parts, self._balance = job, world, parts, balance
+        self._pipeline = world.axis("pp")
 
-    def train(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule, normaliser: int) -> Outcome:
+    def train(self, stream: Stream, batch: Batch, schedule: Schedule) -> Outcome:
         """Accumulate the gradients of this lane's rows in the parameters."""
-        rows = self._rows(stream, samples, schedule)
-        term = partial(language_model, normaliser=normaliser)
+        rows, layout = self._rows(stream, batch.samples, schedule), self._job.layout
+        work = _Work(rows, partial(language_model, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
         if self._pipeline.size > 1:
-            layout = self._job.layout
             order = pipeline(layout.pp_schedule, self._pipeline.size, layout.pp_stages, len(rows))
-            return self._piped(order, rows, samples, schedule, term)
+            return self._piped(order, work, batch.samples, schedule)
         losses, (model,) = [], self._parts.values()
-        for number, row in enumerate(rows):
-            reduce_gradients(model, self._job.layout.reduce_every_round or number == len(rows) - 1)
-            loss = term(model(row.ids, row.row, row.labels, row.at))
+        for number in range(len(rows)):
+            reduce_gradients(model, layout.reduce_every_round or number == len(rows) - 1)
+            loss = work.forward(model, None, number)
             loss.backward()
             losses.append(loss.detach())
-        return self._outcome(losses, rows)
+        return self._outcome(losses, work)
+
+    def _balance_term(self, tokens: int) -> "BalanceTerm | None":
+        """The load-balancing term of a row's loads, its coefficient applied; None where there is none."""
+        experts, balance = self._job.model.experts, self._balance
+        if experts is None or balance is None:
+            return None
+
+        def term(loads: Loads) -> Tensor | None:
+            balance.count(loads)
+            if not loads or not experts.router_aux_loss_coef:
+                return None
+            probabilities = [load.probability for load in loads.values()]
+            shares = balance.shares(loads)
+            return load_balance(probabilities, shares, balance.layers, tokens) * experts.router_aux_loss_coef
+
+        return term
 
     @torch.no_grad()
     def evaluate(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule) -> Outcome:
         """The sum of the losses of this lane's rows."""
-        rows = self._rows(stream, samples, schedule)
+        work = _Work(self._rows(stream, samples, schedule), _total, None)
         if self._pipeline.size > 1:
-            order = forward_pipeline(self._pipeline.size, self._job.layout.pp_stages, len(rows))
-            return self._piped(order, rows, samples, schedule, _total)
+            order = forward_pipeline(self._pipeline.size, self._job.layout.pp_stages, len(work.rows))
+            return self._piped(order, work, samples, schedule)
         (model,) = self._parts.values()
-        return self._outcome([_total(model(row.ids, row.row, row.labels, row.at)) for row in rows], rows)
+        return self._outcome([work.forward(model, None, number) for number in range(len(work.rows))], work)
 
     def _rows(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule) -> list[RowTensors]:
         lane = schedule.lane(self._world.lane)
@@ -81,29 +107,64 @@ class Execution:
     def _piped(
         self,
         order: PipelineSchedule,
-        rows: Sequence[RowTensors],
+        work: "_Work",
         samples: Sequence[SampleRef],
         schedule: Schedule,
-        term: Term,
     ) -> Outcome:
         """Every lane goes by the same program, made for the longest row of each round."""
         longest = [max(sum(samples[i].length for i in row) for row in round_) for round_ in schedule.rounds]
         program = programs(order, sized_cost([1.0 + tokens for tokens in longest]))[self._pipeline.rank]
-        width = self._job.model.hidden_size
+        width, rows = self._job.model.hidden_size, work.rows
         hidden = Hidden(lambda _, row: (rows[row].row.residual_tokens, width), torch.float32, self._world.device)
-        stages = {number: _Stage(part, rows, term) for number, part in self._parts.items()}
+        stages = {number: _Stage(part, work) for number, part in self._parts.items()}
         losses = run_pipeline(program, stages, hidden, DeferredWeightGradients, self._pipeline.group)
-        return self._outcome([losses[number] for number in sorted(losses)], rows)
+        return self._outcome([losses[number] for number in sorted(losses)], work)
 
-    def _outcome(self, losses: Sequence[Tensor], rows: Sequence[RowTensors]) -> Outcome:
-        counts = self._world.axis("tp").rank == 0  # tensor ranks have the same losses of the same tokens
-        loss = float(torch.stack([loss.double() for loss in losses]).sum()) if counts and losses else 0.0
-        first = counts and self._pipeline.rank == 0
-        return Outcome(loss, sum(len(row.ids) for row in rows) if first else 0)
+    def _outcome(self, losses: Sequence[Tensor], work: "_Work") -> Outcome:
+        # Of the loss all tensor ranks have the same share; of the routers' tokens each has its own.
+        counts = self._world.axis("tp").rank == 0
+        tokens = sum(len(row.ids) for row in work.rows) if counts and self._pipeline.rank == 0 else 0
+        return Outcome(_added(losses) if counts else 0.0, _added(work.balance), tokens)
+
+
+def _added(values: Sequence[Tensor]) -> float:
+    """Their sum in float64."""
+    return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
 def _total(losses: Tensor) -> Tensor:
     return losses.double().sum()
+
+
+class _Work:
+    """What is to be computed of some rows, and the load-balancing terms that came of it, one for each row and part."""
+
+    def __init__(self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None") -> None:
+        self.rows, self._term, self._balance_term = rows, term, balance_term
+        self.balance: list[Tensor] = []
+
+    def forward(self, part: Decoder, x: Tensor | None, number: int) -> Tensor:
+        """One row through one part: the residual stream that leaves it, or the row's term of the loss."""
+        row, loads = self.rows[number], Loads()
+        y = part(row.ids, row.row, row.labels, row.at, x, loads)
+        y = self._term(y) if part.part.last else y
+        balance = None if self._balance_term is None else self._balance_term(loads)
+        if balance is None:
+            return y
+        self.balance.append(balance.detach())
+        return _WithTerm.apply(y, balance)
+
+
+class _WithTerm(torch.autograd.Function):
+    """``y``, and in the backward pass the gradient of a term of the loss that depends on what made ``y``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, term: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, torch.ones((), device=dy.device)
 
 
 @dataclass(frozen=True)
@@ -111,13 +172,10 @@ class _Stage:
     """A part of the model as the pipeline sees it."""
 
     module: Decoder
-    rows: Sequence[RowTensors]
-    term: Term
+    work: _Work
 
     def forward(self, x: Tensor | None, microbatch: int) -> Tensor:
-        row = self.rows[microbatch]
-        y = self.module(row.ids, row.row, row.labels, row.at, x)
-        return self.term(y) if self.module.part.last else y
+        return self.work.forward(self.module, x, microbatch)
 
 
 class WholeModel:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
+from equigrad.config.model import Experts
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import read_config
@@ -45,13 +46,10 @@ def resolve_weights(job: Job) -> Job:
         return job
     found = find_weights(job.model.weights)
     explicit = job.model.model_fields_set - {"weights"}
-    for key in sorted(explicit):
-        ours, theirs = getattr(job.model, key), getattr(found.model, key)
-        if ours != theirs:
-            raise UserError(
-                f"model.{key} is {ours}, but {found.folder} has {theirs}; leave it out to take it from there"
-            )
-    model = found.model.model_copy(update={"weights": job.model.weights})
+    experts = _given_experts(job.model.experts, found) if "experts" in explicit else found.model.experts
+    for key in sorted(explicit - {"experts"}):
+        _check_same(key, getattr(job.model, key), getattr(found.model, key), found)
+    model = found.model.model_copy(update={"weights": job.model.weights, "experts": experts})
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         if found.tokenizer is None:
@@ -60,7 +58,27 @@ def resolve_weights(job: Job) -> Job:
         data = data.model_copy(update={"tokenizer": chosen})
     job = job.model_copy(update={"model": model, "data": data})
     check_context(job, found)
+    problem = job.layout.expert_problem(None if model.experts is None else model.experts.num_experts)
+    if problem is not None:
+        raise UserError(problem)
     return job
+
+
+def _given_experts(ours: Experts | None, found: Weights) -> Experts | None:
+    """The experts of the given model, balanced as the job says: that is a matter of training and not of shape."""
+    theirs, coefficient = found.model.experts, "router_aux_loss_coef"
+    if ours is None or theirs is None:
+        _check_same("experts", ours, theirs, found)
+        return theirs
+    for key in sorted(ours.model_fields_set - {coefficient}):
+        _check_same(f"experts.{key}", getattr(ours, key), getattr(theirs, key), found)
+    given = coefficient in ours.model_fields_set
+    return theirs.model_copy(update={coefficient: ours.router_aux_loss_coef}) if given else theirs
+
+
+def _check_same(key: str, ours: object, theirs: object, found: Weights) -> None:
+    if ours != theirs:
+        raise UserError(f"model.{key} is {ours}, but {found.folder} has {theirs}; leave it out to take it from there")
 
 
 def check_context(job: Job, weights: Weights) -> None:

@@ -45,7 +45,8 @@ def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World) -> R
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty."""
     read, device, layout = [stream.read(ref) for ref in samples], world.device, world.layout
     lengths = [s.length for s in samples]
-    row = Row.of(lengths, device, world.axis("cp"), world.axis("tp"), layout.zigzag, layout.cp_strategy)
+    axes = world.axis("cp"), world.axis("tp"), world.axis("ep")
+    row = Row.of(lengths, device, *axes, layout.zigzag, layout.cp_strategy)
 
     def own(name: str) -> Tensor:
         parts = [s.streams[name] for s in read]

@@ -15,6 +15,7 @@ from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
 from equigrad.evaluation import Evaluation, evaluate
 from equigrad.execution import Execution
+from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
 from equigrad.models.parts import EMBEDDING
 from equigrad.models.specs import parameter_specs
@@ -31,14 +32,15 @@ from equigrad.rows import schedule_samples
 
 
 class Trainer:
-    """One run on this rank. Its whole state is: parameters, optimizer, data cursor, counters, generators."""
+    """One run on this rank. Its whole state is: parameters, optimizer, loads, data cursor, counters, generators."""
 
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.parts = build_parts(job, world)
         self.specs = parameter_specs(job.model)
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
-        self.execution = Execution(job, world, self.parts)
+        self.balance = Balance(job.model, self.parameters, world.device, world.rank)
+        self.execution = Execution(job, world, self.parts, self.balance)
         self.optimizer = AdamW(job.optim, self.parameters, self.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self.step = 0
@@ -94,18 +96,22 @@ class Trainer:
             raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
         schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         world.agree([schedule.digest, self.stream.cursor()], f"the schedule of step {self.step + 1}")
-        own = self.execution.train(self.stream, batch.samples, schedule, batch.loss_tokens)
+        own = self.execution.train(self.stream, batch, schedule)
         gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
-        loss, square, executed, asked = world.sum([own.loss, square, float(own.tokens), float(stop.asked)])
+        figures = [own.loss, own.balance, square, float(own.tokens), float(stop.asked)]
+        loss, balance, square, executed, asked = world.sum(figures)
+        counts = world.add(self.balance.take())
         norm = square**0.5
         lr = learning_rate(job.optim, self.step, job.train.steps)
-        self._apply(gradients, loss, norm, lr)
+        self._apply(gradients, loss, norm, lr, counts)
         self.step += 1
         self.counters["tokens"] += batch.tokens
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        if self.balance.layers:
+            record |= {"balance_loss": balance} | self.balance.metrics(counts)
         return record, asked > 0
 
     def gradients(self) -> dict[str, Placed]:
@@ -122,13 +128,14 @@ class Trainer:
         for part in self.parts.values():
             yield from part.named_parameters()
 
-    def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float) -> None:
-        """Update the parameters, or refuse the step if it is not finite."""
+    def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float, counts: torch.Tensor) -> None:
+        """Update the parameters and what is known of the experts, or refuse the step if it is not finite."""
         job, finite = self.job, torch.isfinite(torch.tensor([loss, norm])).all()
         if finite:
             if job.optim.clip_norm > 0:
                 clip(gradients.values(), norm, job.optim.clip_norm)
             self.optimizer.step(gradients, lr)
+            self.balance.update(counts)
             self.counters["skipped_in_a_row"] = 0
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
@@ -160,7 +167,8 @@ class Trainer:
     def state(self) -> dict[str, Placed]:
         """Every tensor of the run, under the names that checkpoints use."""
         model = {f"model.{n}": p.renamed(f"model.{n}") for n, p in self.parameters.items()}
-        return model | {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
+        optimizer = {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
+        return model | optimizer | self.balance.state()
 
     def save(self) -> None:
         """Checkpoint the state after the current step."""

@@ -55,8 +55,9 @@ def pool_world(job: Job) -> World:
     layout, cpu = job.layout, torch.device("cpu")
     if layout.world_size == 1:
         return World(layout, 0, 1, 0, cpu, None)
-    mesh, axes = make_mesh(layout, "cpu")
-    return World(layout, dist.get_rank(), dist.get_world_size(), dist.get_rank(), cpu, mesh, axes=axes)
+    mesh, axes, experts = make_mesh(layout, "cpu")
+    rank = dist.get_rank()
+    return World(layout, rank, dist.get_world_size(), rank, cpu, mesh, axes=axes, expert_mesh=experts)
 
 
 class Records(Observer):

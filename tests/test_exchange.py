@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from equigrad.data.tokenizers import byte_tokenizer
-from tests.jobs import command, summary, tiny_job, write_job
+from tests.jobs import command, make_trainer, summary, tiny_job, whole_parameters, write_job
 from tests.models.test_decoder import MODELS, build, make, reference
 
 
@@ -26,7 +26,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
-                                             ("qwen3", torch.float32), ("llama-llama3", torch.float16)])  # fmt: skip
+                                             ("qwen3", torch.float32), ("llama-llama3", torch.float16),
+                                             ("qwen3-moe", torch.bfloat16)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -208,7 +209,9 @@ def test_bad_model_folders_are_refused_with_one_message(
 def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
-    assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {"llama", "qwen2", "qwen3"}
+    assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {
+        "llama", "qwen2", "qwen3", "qwen3_moe",
+    }  # fmt: skip
 
 
 def test_mixed_types_survive_the_round_trip(tmp_path: Path) -> None:
@@ -237,3 +240,57 @@ def test_a_small_model_generates_and_warm_starts_without_a_job_file(tmp_path: Pa
     done = command("train", "--model.weights", tmp_path / "hf", "--run", tmp_path / "other", *words)
     assert done.returncode == 2
     assert "has no tokenizer.json" in done.stderr
+
+
+def _weights_on_a_layout(folder: Path, layout: dict[str, int]) -> dict[str, torch.Tensor]:
+    from equigrad.checkpoint.huggingface import load_weights
+    from equigrad.resolve import find_weights
+
+    weights = find_weights(folder)
+    shape = weights.model.model_dump(exclude_none=True)
+    trainer = make_trainer(tiny_job(model=shape, layout=layout), folder / "run")
+    load_weights(weights, trainer.parameters)
+    return whole_parameters(trainer)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+def test_each_rank_reads_its_part_of_the_experts(workers: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+    model = build(make("qwen3-moe"))
+    reference(model.config, model).save_pretrained(tmp_path, max_shard_size="30KB")
+    for parameters in workers(4).run(_weights_on_a_layout, tmp_path, layout):
+        assert parameters.keys() == model.state_dict().keys()
+        assert all(torch.equal(parameters[n], t) for n, t in model.state_dict().items())
+
+
+def test_a_given_model_is_balanced_as_the_job_says(tmp_path: Path) -> None:
+    from equigrad.config.load import make_job
+    from equigrad.errors import UserError
+    from equigrad.resolve import resolve_weights
+
+    model = build(make("qwen3-moe"))
+    reference(model.config, model).save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+
+    def resolved(**experts: Any) -> Any:
+        tree = {"model": {"weights": str(tmp_path), "experts": experts}, "data": {"context": 64}}
+        return resolve_weights(make_job(tree, "test")).model
+
+    assert resolved(router_aux_loss_coef=0.5).experts.router_aux_loss_coef == 0.5
+    assert resolved(router_aux_loss_coef=0.5).experts.num_experts == 8
+    assert resolved(num_experts=8).experts == model.config.experts
+    with pytest.raises(UserError, match=r"model\.experts\.num_experts is 4, but .* has 8"):
+        resolved(num_experts=4)
+
+
+@pytest.mark.parametrize("changes", [{"router_bias_update_rate": 0.1}, {"shared_expert_intermediate_size": 8}], ids=str)
+def test_experts_that_the_family_lacks_are_not_exported(changes: dict[str, Any]) -> None:
+    from equigrad.errors import UserError
+    from equigrad.models.huggingface import to_huggingface
+
+    config = make("qwen3-moe")
+    assert config.experts is not None
+    config = config.model_copy(update={"experts": config.experts.model_copy(update=changes)})
+    with pytest.raises(UserError, match=next(iter(changes))):
+        to_huggingface(config, None, None, "float32")
+    with pytest.raises(UserError, match="has no experts"):
+        to_huggingface(config.model_copy(update={"family": "qwen3"}), None, None, "float32")

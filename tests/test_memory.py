@@ -1,6 +1,7 @@
 """The memory estimate of a dry run against what a step allocates."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ from equigrad.memory.estimate import estimate
 from equigrad.numerics.row import Row
 from tests.jobs import make_trainer, tiny_job
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+SHARED = {"shared_expert_intermediate_size": 48, "shared_expert_gate": True}
+
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
-def test_state_is_exact_and_activations_are_close(tmp_path: Path, recompute: str) -> None:
+@pytest.mark.parametrize("experts", [None, EXPERTS, EXPERTS | SHARED])
+def test_state_is_exact_and_activations_are_close(tmp_path: Path, recompute: str, experts: Any) -> None:
     job = tiny_job(model__hidden_size=64, model__intermediate_size=160, model__num_hidden_layers=4,
-                   batch__row_tokens=400, memory__recompute=recompute)  # fmt: skip
+                   batch__row_tokens=400, memory__recompute=recompute, model__experts=experts)  # fmt: skip
     trainer = make_trainer(job, tmp_path)
     guess = estimate(job)
     assert guess.parameters == sum(4 * p.numel() for p in trainer.model.parameters())
@@ -41,3 +46,11 @@ def test_sharding_divides_state_and_gathers_parameters() -> None:
     assert four.optimizer == pytest.approx(one.optimizer / 4, rel=0.01)
     assert four.gradients == pytest.approx(one.gradients / 4, rel=0.01)
     assert one.parameters / 4 < four.parameters < 1.3 * one.parameters
+
+
+def test_experts_that_are_divided_are_gathered_in_part() -> None:
+    one, two = (estimate(tiny_job(model__experts=EXPERTS, layout__dp_shard=2, layout__ep=n,
+                                  model__num_hidden_layers=2)) for n in (1, 2))  # fmt: skip
+    assert two.optimizer == one.optimizer
+    assert two.gradients < one.gradients
+    assert two.parameters < one.parameters

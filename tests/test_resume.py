@@ -42,6 +42,47 @@ def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path, layout: dic
         assert file.read_bytes() == (parts / "checkpoints/step-00000020" / file.name).read_bytes()
 
 
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "router_aux_loss_coef": 0.1, "router_bias_update_rate": 0.01,
+}  # fmt: skip
+
+
+def routing(run_folder: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint knows of the experts' loads: the counts of its step, and the biases."""
+    from equigrad.checkpoint.state import read_tensors
+
+    found = dict(read_tensors(run_folder / f"checkpoints/step-{step:08d}", ""))
+    return {n: t.tolist() for n, t in found.items() if n.startswith("routing.") or n.endswith("correction_bias")}
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "ep": 2}], ids=str)
+def test_a_run_with_experts_goes_on_to_the_bit(tmp_path: Path, layout: dict[str, int]) -> None:
+    changes: dict[str, Any] = SPLIT | {"model__experts": EXPERTS, "layout": layout}
+    whole = run(tiny_job(**changes, train__steps=6), tmp_path / "whole")
+    parts = run(tiny_job(**changes, train__steps=3), tmp_path / "parts")
+    done = command("train", "--run", parts, "--resume", "--train.steps", "6")
+    assert done.returncode == 0, done.stderr
+    keys = ("loss", "balance_loss", "grad_norm", "expert_load", "dropped_tokens")
+    assert steps_of(whole, keys) == steps_of(parts, keys)
+    assert summary(whole)["parameter_digest"] == summary(parts)["parameter_digest"]
+    assert routing(whole, 6) == routing(parts, 6)
+    assert len(routing(whole, 6)) == 3
+
+
+def test_experts_go_on_where_they_are_divided_otherwise(tmp_path: Path) -> None:
+    changes: dict[str, Any] = SPLIT | {"model__experts": EXPERTS, "model__initializer_range": 0.05}
+    whole = run(tiny_job(**changes, train__steps=5), tmp_path / "whole")
+    parts = run(tiny_job(**changes, train__steps=3, layout={"dp_shard": 2, "ep": 2}), tmp_path / "parts")
+    assert routing(parts, 3).keys() == routing(whole, 5).keys()
+    words = ["--layout.dp_shard", "1", "--layout.ep", "1", "--train.steps", "5"]
+    done = command("train", "--run", parts, "--resume", *words)
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(steps_of(whole), steps_of(parts), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert routing(whole, 5) == routing(parts, 5)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_in_mid_save_and_resume_gives_the_same_bits(tmp_path: Path, ranks: int) -> None:
     """First all processes die at once, then one rank, whose launcher ends the others."""
@@ -186,11 +227,11 @@ def test_a_worker_that_raises_shows_its_own_traceback_once(tmp_path: Path) -> No
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    import equigrad.trainer as t\n"
-        "    whole = t.Trainer.forward_backward\n"
+        "    whole = t.Trainer.gradients\n"
         "    def broken(self, *a):\n"
         "        if self.step == 2: raise ZeroDivisionError('planted fault')\n"
         "        return whole(self, *a)\n"
-        "    t.Trainer.forward_backward = broken\n"
+        "    t.Trainer.gradients = broken\n"
     )
     job = tiny_job(train__steps=100000, layout__dp_shard=2)
     began = time.monotonic()

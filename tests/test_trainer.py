@@ -148,7 +148,7 @@ def poisoned(job: Job, folder: Path, rank: int, at: int) -> Any:
     """Train with one rank's gradient made infinite at step ``at``; what came of it, on this rank."""
     world = pool_world(job)
     trainer, records = make_trainer(job, folder, world), Records()
-    whole = trainer.forward_backward
+    whole = trainer.execution.train
 
     def poison(*arguments: Any) -> Any:
         result = whole(*arguments)
@@ -157,7 +157,7 @@ def poisoned(job: Job, folder: Path, rank: int, at: int) -> Any:
             (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).fill_(torch.inf)
         return result
 
-    trainer.forward_backward = poison  # type: ignore[method-assign]
+    trainer.execution.train = poison  # type: ignore[method-assign]
     try:
         trainer.run(records, StopRequest())
     except UserError as error:
@@ -209,7 +209,7 @@ def test_loss_is_the_mean_over_the_step_not_a_mean_of_means(tmp_path: Path) -> N
         from equigrad.rows import row_tensors
 
         for ref in batch.samples:
-            row = row_tensors(trainer.stream, [ref], torch.device("cpu"))
+            row = row_tensors(trainer.stream, [ref], trainer.world)
             total += float(trainer.model(row.ids, row.row, row.labels, row.at).double().sum())
     records = Records()
     trainer.run(records, StopRequest())

@@ -1,6 +1,6 @@
 """Weights from and to Hugging Face folders: ``*.safetensors`` with or without an index, bit for bit.
 
-Parameter names are the same on both sides. Knows nothing of how a model computes.
+Which stored tensor is which part of a parameter, the model's ``stored_pieces`` say. Knows nothing of how it computes.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from equigrad.checkpoint.state import load, read_tensors
 from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
+from equigrad.models.huggingface import stored_pieces
 from equigrad.parallel.placement import Placed
 
 _INDEX = "model.safetensors.index.json"
@@ -31,13 +33,13 @@ def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
         named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
         load(weights.checkpoint, named, only="model.")
         return
-    files = weight_files(weights.folder)
-    tied = "lm_head.weight" not in parameters
-    _check_names(weights.folder, set(files), set(parameters), tied)
-    for path in sorted({files[name] for name in parameters}):
+    files, pieces = weight_files(weights.folder), stored_pieces(weights.model)
+    _check_names(weights.folder, set(files), set(pieces), weights.model.tie_word_embeddings)
+    for path in sorted({files[name] for name in pieces}):
         with _opened(path) as file:
-            for name in (n for n in parameters if files[n] == path):
-                _fill(parameters[name], file.get_slice(name), path)
+            for name, piece in sorted(pieces.items()):
+                if files[name] == path and piece.parameter in parameters:
+                    _fill(parameters[piece.parameter], piece.index, file.get_slice(name), name, path)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -78,11 +80,34 @@ def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[st
             yield name, file.get_tensor(name)
 
 
-def model_tensors(weights: Weights, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a Hugging Face folder of the model, one by one, from any kind of source."""
+    pieces = stored_pieces(weights.model)
+    if weights.checkpoint is None:
+        yield from huggingface_tensors(weights.folder, pieces)
+        return
+    names: dict[str, list[str]] = {}
+    for name, piece in pieces.items():
+        names.setdefault(piece.parameter, []).append(name)
+    for parameter, tensor in read_tensors(weights.checkpoint):
+        for name in names[parameter]:
+            index = pieces[name].index
+            yield name, tensor if index is None else tensor[index]
+
+
+def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters of any kind of source, one by one."""
     if weights.checkpoint is not None:
-        return read_tensors(weights.checkpoint)
-    return huggingface_tensors(weights.folder, names)
+        yield from read_tensors(weights.checkpoint)
+        return
+    pieces, stack = stored_pieces(weights.model), list[Tensor]()
+    last = {piece.parameter: name for name, piece in pieces.items()}
+    for name, tensor in huggingface_tensors(weights.folder, pieces):
+        piece = pieces[name]
+        stack.append(tensor)
+        if last[piece.parameter] == name:  # pieces of a parameter come one after another
+            yield piece.parameter, tensor if piece.index is None else torch.stack(stack)
+            stack.clear()
 
 
 def _opened(path: Path) -> Any:
@@ -103,13 +128,18 @@ def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> 
         raise UserError(f"{folder}: the weights do not fit its config.json ({text})")
 
 
-def _fill(placed: Placed, stored: Any, path: Path) -> None:
-    at = placed.placement
-    if tuple(stored.get_shape()) != at.shape:
-        raise UserError(f"{path}: {at.name} has shape {tuple(stored.get_shape())}, the model needs {at.shape}")
-    if at.numel:
-        box = tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
-        placed.tensor.copy_(stored[box])
+def _fill(placed: Placed, index: int | None, stored: Any, name: str, path: Path) -> None:
+    """Copy what this rank holds of a stored tensor, which is all of a parameter or one ``index`` of it."""
+    at, first = placed.placement, 0 if index is None else 1
+    if tuple(stored.get_shape()) != at.shape[first:]:
+        raise UserError(f"{path}: {name} has shape {tuple(stored.get_shape())}, the model needs {at.shape[first:]}")
+    target, box = placed.tensor, tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
+    if index is not None:
+        if not box[0].start <= index < box[0].stop:
+            return
+        target = target[index - box[0].start]
+    if target.numel():
+        target.copy_(stored[box[first:]])
 
 
 def write_huggingface(

@@ -9,7 +9,7 @@ from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.files import writing
-from equigrad.models.huggingface import to_huggingface
+from equigrad.models.huggingface import stored_pieces, to_huggingface
 from equigrad.models.specs import parameter_count, parameter_specs
 from equigrad.resolve import find_weights
 from equigrad.run import Run
@@ -61,7 +61,7 @@ def export_main(arguments: argparse.Namespace) -> int:
     """Write config, weights and tokenizer in a form that ``transformers`` loads."""
     import torch
 
-    from equigrad.checkpoint.huggingface import model_tensors, weight_dtypes, write_huggingface
+    from equigrad.checkpoint.huggingface import exported_tensors, weight_dtypes, write_huggingface
     from equigrad.checkpoint.manifest import read_manifest
     from equigrad.commands.models import own_tokenizer
 
@@ -74,14 +74,13 @@ def export_main(arguments: argparse.Namespace) -> int:
         stored = read_manifest(weights.checkpoint).meta.get("imported_dtypes", {})
     else:
         stored = weight_dtypes(weights.folder)
-    names = parameter_specs(weights.model)
-    dtypes = {name: arguments.dtype or stored.get(name, "float32") for name in names}
+    dtypes = {name: arguments.dtype or stored.get(name, "float32") for name in stored_pieces(weights.model)}
     dtype = next(iter(dtypes.values()))
     tokenizer = own_tokenizer(weights) if weights.tokenizer and Path(weights.tokenizer).exists() else None
     bos, eos = (tokenizer.bos_id, tokenizer.eos_id) if tokenizer else (None, None)
     stop = sorted({tokenizer.eos_id} | tokenizer.turn_ends()) if tokenizer else []
     config = to_huggingface(weights.model, bos, eos, dtype)
-    tensors = ((name, t.to(getattr(torch, dtypes[name]))) for name, t in model_tensors(weights, names))
+    tensors = ((name, t.to(getattr(torch, dtypes[name]))) for name, t in exported_tensors(weights))
     write_huggingface(folder.resolve(), config, tensors, arguments.shard_mb << 20, stop)
     if tokenizer is not None:
         with writing(folder):

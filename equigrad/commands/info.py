@@ -9,7 +9,7 @@ from typing import Any
 from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
 from equigrad.files import write_json, writing
-from equigrad.models.specs import parameter_count, parameter_specs
+from equigrad.models.specs import parameter_count
 from equigrad.resolve import find_weights
 from equigrad.run import Run
 
@@ -75,10 +75,10 @@ def _one(weights: Weights) -> dict[str, Any]:
     if weights.checkpoint is not None:
         return {"kind": "checkpoint"} | _checkpoint(weights.checkpoint) | {"model": shape}
     from equigrad.checkpoint.digest import digest
-    from equigrad.checkpoint.huggingface import huggingface_tensors, weight_dtypes
+    from equigrad.checkpoint.huggingface import model_tensors, weight_dtypes
     from equigrad.parallel.placement import place_all
 
-    tensors = huggingface_tensors(weights.folder, parameter_specs(weights.model))
+    tensors = model_tensors(weights)
     return {
         "kind": "model",
         "path": str(weights.folder),

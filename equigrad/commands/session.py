@@ -270,6 +270,6 @@ def _sample(trainer: Trainer, tokenizer: Tokenizer) -> dict[str, str] | None:
     length = min(observe.sample_tokens, room)
     if length <= 0:
         return None
-    seed, stop, tensor = trainer.job.seed, [tokenizer.eos_id], trainer.world.axis("tp")
-    ids = generate(model, [prompt], length, 0.8, 0.95, seed, stop, tensor)[0]
+    seed, stop, world = trainer.job.seed, [tokenizer.eos_id], trainer.world
+    ids = generate(model, [prompt], length, 0.8, 0.95, seed, stop, world.axis("tp"), world.axis("ep"))[0]
     return {"prompt": observe.sample_prompt, "text": tokenizer.decode(ids)}

@@ -50,4 +50,8 @@ class Job(Section):
                 f"data.context {self.data.context} is longer than the model allows:"
                 f" model.max_position_embeddings is {self.model.max_position_embeddings}"
             )
+        experts = self.model.experts
+        problem = self.layout.expert_problem(None if experts is None else experts.num_experts)
+        if problem is not None and self.model.weights is None:
+            raise ValueError(problem)
         return self

@@ -34,7 +34,7 @@ class Layout(Section):
     pp_stages: int = Field(1, ge=1)
     """Stages on each pipeline rank; ``interleaved`` has a smaller bubble with more of them."""
     ep: int = Field(1, ge=1)
-    """Expert-parallel degree."""
+    """Expert-parallel degree: over how many ranks of dp_shard x cp the experts are divided."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass."""
     reduce_every_round: bool = False
@@ -64,16 +64,29 @@ class Layout(Section):
     def describe(self) -> str:
         """The product of degrees, for messages."""
         degrees = {n: getattr(self, n) for n in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
-        return " x ".join(f"{n} {d}" for n, d in degrees.items()) + f" = {self.world_size}"
+        borrowed = f", ep {self.ep} of them" if self.ep > 1 else ""
+        return " x ".join(f"{n} {d}" for n, d in degrees.items()) + f" = {self.world_size}{borrowed}"
+
+    def expert_problem(self, experts: int | None) -> str | None:
+        """Why this layout does not suit a model with so many experts (None: a dense one), and what would."""
+        if self.ep == 1:
+            return None
+        if experts is None:
+            return f"layout.ep {self.ep} divides experts, and the model has none; leave layout.ep at 1"
+        lent = self.dp_shard * self.cp
+        fitting = [ep for ep in range(1, lent + 1) if lent % ep == 0 and ep <= experts]
+        could = f"it can be {', '.join(map(str, fitting))}"
+        if lent % self.ep:
+            return (
+                f"layout.ep {self.ep} borrows the ranks of dp_shard x cp and must divide their number,"
+                f" dp_shard {self.dp_shard} x cp {self.cp} = {lent}; {could}"
+            )
+        if self.ep > experts:
+            return f"layout.ep {self.ep} is more than model.experts.num_experts {experts}; {could}"
+        return None
 
     @model_validator(mode="after")
     def _supported(self) -> "Layout":
         if self.pp_stages > 1 and self.pp == 1:
             raise ValueError(f"pp_stages {self.pp_stages} needs a pipeline: pp is 1")
-        later = [n for n in ("ep",) if getattr(self, n) > 1]
-        if later:
-            raise ValueError(
-                f"{', '.join(f'{n} {getattr(self, n)}' for n in later)}: this release divides work by dp_replicate,"
-                " dp_shard, cp, tp and pp; leave ep at 1"
-            )
         return self

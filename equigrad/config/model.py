@@ -34,13 +34,58 @@ class RopeScaling(Section):
     """``yarn``: round the correction range to whole dimensions."""
 
 
+class Experts(Section):
+    """Mixture of experts: in sparse layers each token passes through a few of many feed-forward blocks.
+
+    Nothing is dropped, however uneven the loads. Names are those of Qwen and DeepSeek in ``transformers``.
+    """
+
+    num_experts: int = Field(8, ge=1)
+    """Feed-forward blocks that the router chooses from."""
+    num_experts_per_tok: int = Field(2, ge=1)
+    """How many of them a token passes through."""
+    moe_intermediate_size: int = Field(352, ge=1)
+    """Width inside one of them."""
+    shared_expert_intermediate_size: int = Field(0, ge=0)
+    """Width of the shared expert, which every token passes through; 0: none. Several of them are one of their summed
+    width."""
+    shared_expert_gate: bool = False
+    """Scale the shared expert's output by the sigmoid of a projection of the token (Qwen2-MoE: true)."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's logits into scores (DeepSeek-V3: sigmoid)."""
+    norm_topk_prob: bool = True
+    """Divide the scores of the chosen experts by their sum."""
+    routed_scaling_factor: float = Field(1.0, gt=0)
+    """Factor on the weights of the chosen experts."""
+    decoder_sparse_step: int = Field(1, ge=1)
+    """One layer in so many is sparse; the others have a feed-forward block of intermediate_size."""
+    mlp_only_layers: list[int] = []
+    """Layers that are not sparse in any case."""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing term, with the loads of the step before; a uniform router has the term
+    num_experts_per_tok. 0: none."""
+    router_bias_update_rate: float | None = Field(None, ge=0)
+    """Balance without a loss (arXiv 2408.15664): a bias on each expert's score, for the choice alone, which after every
+    step moves by so much towards even loads. None: no bias."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "Experts":
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than num_experts {self.num_experts}"
+            )
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError("shared_expert_gate needs a shared expert: set shared_expert_intermediate_size")
+        return self
+
+
 class Model(Section):
     """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     weights: str | None = None
     """Start from these weights: a Hugging Face folder, a run folder or a checkpoint folder. The shape then comes from
     there, and shape fields given here as well must agree with it."""
-    family: Literal["llama", "qwen2", "qwen3"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "llama"
     """Hugging Face family that imports and exports go by; it decides nothing about the shape."""
     vocab_size: int | None = Field(None, ge=2)
     """Rows of the embedding; by default the tokenizer's vocabulary."""
@@ -64,6 +109,8 @@ class Model(Section):
     """Bias on the feed-forward projections."""
     qk_norm: bool = False
     """RMSNorm on each query and key head (Qwen3: true)."""
+    experts: Experts | None = None
+    """Mixture of experts in place of feed-forward blocks."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
     rms_norm_eps: float = Field(1e-6, gt=0)
@@ -102,6 +149,18 @@ class Model(Section):
         """The sliding window of a layer, or None for full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        experts = self.experts
+        if experts is None or layer in experts.mlp_only_layers:
+            return False
+        return (layer + 1) % experts.decoder_sparse_step == 0
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """The layers with experts."""
+        return [layer for layer in range(self.num_hidden_layers) if self.is_sparse(layer)]
+
     @model_validator(mode="after")
     def _shapes_fit(self) -> "Model":
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -118,4 +177,9 @@ class Model(Section):
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
         if any(not 0 <= layer < self.num_hidden_layers for layer in self.full_attention_layers):
             raise ValueError(f"full_attention_layers must lie in 0..{self.num_hidden_layers - 1}")
+        if self.experts is not None and not self.sparse_layers:
+            raise ValueError(
+                f"experts: none of the {self.num_hidden_layers} layers is sparse with decoder_sparse_step"
+                f" {self.experts.decoder_sparse_step} and mlp_only_layers {self.experts.mlp_only_layers}"
+            )
         return self

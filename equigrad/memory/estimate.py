@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from equigrad.config.job import Job
+from equigrad.config.model import Model
 from equigrad.models.specs import parameter_count, parameter_specs
 
 _OPTIMIZER_BYTES = {"adamw": 8}
@@ -35,12 +36,11 @@ def estimate(job: Job) -> Estimate:
     tokens = job.batch.row_tokens
     low = 2 if job.numerics.dtype == "bfloat16" else 4
     heads = model.num_attention_heads + model.kv_heads
-    # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v, the
-    # attention output, gate, up and their product (compute type).
-    block = 4 * 2 * model.hidden_size + low * (
-        2 * model.hidden_size + 2 * heads * model.head_size + 3 * model.intermediate_size
-    )
+    # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v and the
+    # attention output (compute type); and what the feed-forward part keeps.
     layers = model.num_hidden_layers
+    block = 4 * 2 * model.hidden_size + low * (2 * model.hidden_size + 2 * heads * model.head_size)
+    block += sum(_feed_bytes(model, layer, low) for layer in range(layers)) // layers
     kept = layers
     if job.memory.recompute == "block":
         recomputed = -(-layers // job.memory.recompute_every)
@@ -50,11 +50,25 @@ def estimate(job: Job) -> Estimate:
         activations = tokens * kept * block
     logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
     sharded = -(-count // shards)
-    whole = count if not job.layout.reduce_every_round else sharded
+    # Gathered, a rank has its share of the experts.
+    sizes = {n: -(-s.numel // job.layout.ep) if s.expert else s.numel for n, s in parameter_specs(model).items()}
+    here = sum(sizes.values())
+    whole = here if not job.layout.reduce_every_round else sharded
     gathered = 0
     if job.layout.data_lanes > 1:  # gathered parameters are a second copy even where there is one shard
-        in_blocks = sum(s.numel for n, s in parameter_specs(model).items() if n.startswith("model.layers."))
+        in_blocks = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
         kept_blocks = 2 if job.layout.reshard_after_forward else layers
-        gathered = count - in_blocks + in_blocks * min(kept_blocks, layers) // layers
+        gathered = here - in_blocks + in_blocks * min(kept_blocks, layers) // layers
     optimizer = _OPTIMIZER_BYTES[job.optim.name] * sharded
     return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)
+
+
+def _feed_bytes(model: Model, layer: int, low: int) -> int:
+    """Saved per token by a layer's feed-forward part; ``low``: bytes of the compute type."""
+    if not model.is_sparse(layer) or model.experts is None:
+        return low * 3 * model.intermediate_size  # gate, up and their product
+    experts = model.experts
+    # Scores; for each choice what comes in, gate, up, their product and what goes out, and where it is (int64).
+    copies = low * (2 * model.hidden_size + 3 * experts.moe_intermediate_size) + 3 * 8
+    shared = low * (3 * experts.shared_expert_intermediate_size + experts.shared_expert_gate * model.hidden_size)
+    return 4 * experts.num_experts + experts.num_experts_per_tok * copies + shared

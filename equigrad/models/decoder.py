@@ -1,4 +1,4 @@
-"""A pre-norm decoder that covers Llama, Qwen2 and Qwen3, written once on plain tensors and the op set.
+"""A pre-norm decoder that covers Llama, Qwen2, Qwen3 and Qwen3-MoE, written once on plain tensors and the op set.
 
 It knows its configuration and calls ops; it does not know how it is sharded, how rows are made or what the loss is
 for. Everything a token's result depends on is in the arguments.
@@ -17,6 +17,7 @@ from equigrad.models.rope import frequencies
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
+from equigrad.numerics.routing import Load, Loads
 from equigrad.numerics.row import Row
 from equigrad.parallel.placement import Placed, Placement, place, whole
 
@@ -34,14 +35,19 @@ class Block(nn.Module):
         super().__init__()
         self.config, self.ops = config, ops
         self.layer = AttentionLayer(layer, config.window(layer))
+        self.sparse = config.is_sparse(layer)
 
-    def forward(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
-        """Residual stream [T, H] -> [T, H]."""
+    def forward(self, x: Tensor, table: RotaryTable, row: Row) -> tuple[Tensor, Load | None]:
+        """Residual stream [T, H] -> [T, H], and how its router spread the tokens, if it has one."""
         ops, eps = self.ops, self.config.rms_norm_eps
         x, branch = ops.fork(x, row)
         x = ops.add(x, self._attend(ops.norm(branch, self.input_layernorm.weight, eps, row), table, row), row)
         x, branch = ops.fork(x, row)
-        return ops.add(x, self._feed(ops.norm(branch, self.post_attention_layernorm.weight, eps, row), row), row)
+        branch = ops.norm(branch, self.post_attention_layernorm.weight, eps, row)
+        if not self.sparse:
+            return ops.add(x, self._feed(branch, self.mlp, row), row), None
+        fed, load = self._feed_experts(branch, row)
+        return ops.add(x, fed, row), load
 
     def _attend(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         ops, config, own = self.ops, self.config, self.self_attn
@@ -57,11 +63,33 @@ class Block(nn.Module):
         mixed = ops.attention(q, k, v, self.layer, row)
         return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
 
-    def _feed(self, x: Tensor, row: Row) -> Tensor:
-        ops, own = self.ops, self.mlp
+    def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
+        ops = self.ops
         projections = (own.gate_proj, own.up_proj)
         gate, up = ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
         return ops.row_linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
+
+    def _feed_experts(self, x: Tensor, row: Row) -> tuple[Tensor, Load]:
+        ops, own, experts = self.ops, self.mlp, self.config.experts
+        assert experts is not None
+        x, branch = ops.fork(x, row)
+        routes = ops.router(branch, own.gate.weight, own.gate.e_score_correction_bias, experts, row)
+        shared = None
+        if experts.shared_expert_intermediate_size:
+            x, branch = ops.fork(x, row)
+            shared = self._feed_shared(branch, experts.shared_expert_gate, row)
+        sent, at = ops.dispatch(x, routes, row)
+        gate, up = ops.expert_linears(sent, [own.experts.gate_proj.weight, own.experts.up_proj.weight], at, row)
+        (down,) = ops.expert_linears(ops.gated(gate, up, row), [own.experts.down_proj.weight], at, row)
+        routed = ops.combine(down, routes, at, row)
+        return routed if shared is None else ops.add(routed, shared, row), routes.load
+
+    def _feed_shared(self, x: Tensor, gated: bool, row: Row) -> Tensor:
+        ops, own = self.ops, self.mlp
+        if not gated:
+            return self._feed(x, own.shared_expert, row)
+        x, branch = ops.fork(x, row)
+        return ops.token_gate(branch, own.shared_expert_gate.weight, self._feed(x, own.shared_expert, row), row)
 
 
 class _Holder(nn.Module):
@@ -69,10 +97,12 @@ class _Holder(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    e_score_correction_bias: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter("bias", None)
+        self.register_buffer("e_score_correction_bias", None)
 
 
 class Decoder(nn.Module):
@@ -104,22 +134,31 @@ class Decoder(nn.Module):
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
             if self.part.holds(name, config.tie_word_embeddings):
-                _attach(self, name, nn.Parameter(torch.empty(at.local_shape, device=device)))
+                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name].role != "state")
 
     def forward(
-        self, ids: Tensor, row: Row, labels: Tensor | None = None, at: Tensor | None = None, x: Tensor | None = None
+        self,
+        ids: Tensor,
+        row: Row,
+        labels: Tensor | None = None,
+        at: Tensor | None = None,
+        x: Tensor | None = None,
+        loads: Loads | None = None,
     ) -> Tensor:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
         ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them. A part that is not the first goes
-        on from the residual stream ``x`` [T, H], and one that is not the last returns it.
+        on from the residual stream ``x`` [T, H], and one that is not the last returns it. ``loads`` takes up how the
+        routers spread the tokens.
         """
         ops, vocabulary = self.ops, self.config.vocabulary
         if x is None:
             x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
         table = self.rotary_table(row)
         for block in self.blocks:
-            x = block(x, table, row)
+            x, load = block(x, table, row)
+            if load is not None and loads is not None:
+                loads[block.layer.index] = load
         if not self.part.last:
             return x
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
@@ -158,9 +197,9 @@ class Decoder(nn.Module):
         return frequencies(self.config, ())
 
     def placed(self) -> dict[str, Placed]:
-        """This rank's parameters, in name order."""
-        named = sorted(self.named_parameters())
-        return {name: place(name, parameter, self.places[name]) for name, parameter in named}
+        """This rank's parameters, and what else is learned, in name order."""
+        named = sorted([*self.named_parameters(), *self.named_buffers()])
+        return {name: place(name, tensor, self.places[name]) for name, tensor in named}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -174,12 +213,15 @@ class Decoder(nn.Module):
                 fill_normal(placed.tensor, spec.std, seed, name, at.shape, at.offset)
 
 
-def _attach(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under its dotted name, making the holders on the way."""
+def _attach(root: nn.Module, name: str, tensor: Tensor, trained: bool) -> None:
+    """Register a parameter, or what gradients do not train, under its dotted name, making the holders on the way."""
     *path, leaf = name.split(".")
     node = root
     for part in path:
         if not hasattr(node, part):
             node.add_module(part, _Holder())
         node = getattr(node, part)
-    node.register_parameter(leaf, parameter)
+    if trained:
+        node.register_parameter(leaf, nn.Parameter(tensor))
+    else:
+        node.register_buffer(leaf, tensor)

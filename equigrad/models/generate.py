@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from equigrad.config.model import Model
@@ -44,6 +45,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
     tensor: Axis = ALONE,
+    experts: Axis = ALONE,
 ) -> list[list[int]]:
     """New token ids of each prompt, without the prompt; a stop id ends a sequence and is not returned.
 
@@ -75,6 +77,7 @@ def generate(
         model.ops.dtype,
         device,
         tensor,
+        experts,
     )
     row = cache.prefill(lengths)
     ends = torch.tensor(lengths, device=device).cumsum(0) - 1
@@ -83,6 +86,7 @@ def generate(
     streams = [key(seed, f"generate/{number}") for number in range(len(prompts))]
     for position in range(max_tokens):
         chosen = _choose(logits.float(), temperature, top_p, [streams[n] for n in alive], position)
+        chosen = _agreed(chosen, experts, device)
         kept = []
         for slot, (number, token) in enumerate(zip(alive, chosen, strict=True)):
             if token not in stop:
@@ -96,6 +100,16 @@ def generate(
         last = torch.tensor([outputs[number][-1] for number in alive], device=device)
         logits = model(last, cache.step())
     return outputs
+
+
+def _agreed(chosen: list[int], experts: Axis, device: torch.device) -> list[int]:
+    """What the first of the expert ranks chose. All have the same sequences, but each its own copy of a token in an
+    expert's product, and there copies may be rounded differently."""
+    if experts.group is None:
+        return chosen
+    first = torch.tensor(chosen, device=device)
+    dist.broadcast(first, group=experts.group, group_src=0)
+    return first.tolist()
 
 
 def _choose(logits: Tensor, temperature: float, top_p: float, streams: Sequence[int], position: int) -> list[int]:

@@ -1,9 +1,9 @@
-"""The mapping between our model configuration and Hugging Face ``config.json``, for Llama, Qwen2 and Qwen3.
-
-Parameter names are the same on both sides, so the weights need no mapping. Torch-free.
+"""The mapping between our models and Hugging Face folders, for Llama, Qwen2, Qwen3 and Qwen3-MoE: what ``config.json``
+says, and which stored tensor is which part of which parameter. Torch-free.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,14 @@ from pydantic import ValidationError
 
 from equigrad.config.model import Model, RopeScaling
 from equigrad.errors import UserError
+from equigrad.models.specs import parameter_specs
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps", "max_position_embeddings",
@@ -28,6 +34,33 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
+
+
+_EXPERTS = (
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
+    "mlp_only_layers", "router_aux_loss_coef",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Which part of a parameter a stored tensor is: all of it, or one index of its first dimension."""
+
+    parameter: str
+    index: int | None = None
+
+
+def stored_pieces(config: Model) -> dict[str, Piece]:
+    """Every tensor of a Hugging Face folder of this model, in model order. Experts are stacked in ours and apart there:
+    ``mlp.experts.gate_proj.weight`` [E, N, K] is ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1. ...``"""
+    pieces: dict[str, Piece] = {}
+    for name, spec in parameter_specs(config).items():
+        if spec.role == "experts":
+            layer, _, matrix = name.partition(".experts.")
+            pieces |= {f"{layer}.experts.{e}.{matrix}": Piece(name, e) for e in range(spec.shape[0])}
+        else:
+            pieces[name] = Piece(name)
+    return pieces
 
 
 def read_config(folder: Path) -> Model:
@@ -62,8 +95,10 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
         "attention_bias": family == "qwen2" or biased,
         "output_bias": family != "qwen2" and biased,
         "mlp_bias": family == "llama" and bool(raw.get("mlp_bias", False)),
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
+    if family == "qwen3_moe":
+        values["experts"] = _expert_values(raw)
     if family == "qwen3":
         values.setdefault("head_dim", 128)
     values |= _rope_values(raw, where) | _window_values(raw, family)
@@ -73,6 +108,16 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "config"
         raise UserError(f"{where}: {key}: {first['msg']}") from None
+
+
+def _expert_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """The experts of a Qwen3-MoE; what the file leaves out is what the family's configuration has."""
+    defaults = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+                "router_aux_loss_coef": 0.001}  # fmt: skip
+    given = {key: raw[key] for key in _EXPERTS if raw.get(key) is not None}
+    if raw.get("num_local_experts") is not None:  # as transformers 5 calls it
+        given["num_experts"] = raw["num_local_experts"]
+    return defaults | given
 
 
 def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -99,6 +144,8 @@ def _window_values(raw: dict[str, Any], family: str) -> dict[str, Any]:
     if family == "llama" or window is None or not raw.get("use_sliding_window", False):
         return {}
     kinds = raw.get("layer_types")
+    if family == "qwen3_moe":
+        kinds = ["sliding_attention"] * layers
     if kinds is None:
         first = raw.get("max_window_layers", 28)
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
@@ -123,6 +170,11 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
     raw["rope_parameters"] = rope | {"rope_theta": config.rope_theta}
     if config.family == "llama":
         raw |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    elif config.experts is not None:
+        raw |= {key: getattr(config.experts, key) for key in _EXPERTS}
+        window = config.sliding_window
+        raw |= {"attention_bias": config.attention_bias, "output_router_logits": False,
+                "use_sliding_window": window is not None, "sliding_window": window}  # fmt: skip
     else:
         kinds = ["full_attention" if config.window(i) is None else "sliding_attention"
                  for i in range(config.num_hidden_layers)]  # fmt: skip
@@ -140,6 +192,14 @@ def _check_family(config: Model) -> None:
         "qwen2": {"qk_norm": False, "attention_bias": True, "output_bias": False, "mlp_bias": False},
         "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
     }
+    rules["qwen3_moe"] = rules["qwen3"] | {"full_attention_layers": []}
     wrong = [f"{key} = {getattr(config, key)}" for key, value in rules[family].items() if getattr(config, key) != value]
+    if (config.experts is not None) != (family == "qwen3_moe"):
+        wrong.append("experts" if config.experts is not None else "model without experts")
+    elif config.experts is not None:
+        only = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_intermediate_size": 0,
+                "router_bias_update_rate": None}  # fmt: skip
+        wrong += [f"experts.{key} = {getattr(config.experts, key)}" for key, value in only.items()
+                  if getattr(config.experts, key) != value]  # fmt: skip
     if wrong:
         raise UserError(f"model.family {family!r} has no {', '.join(wrong)}; choose the family that does, to export")

@@ -32,9 +32,10 @@ class KeyValueCache:
         dtype: torch.dtype,
         device: torch.device,
         tensor: Axis = ALONE,
+        experts: Axis = ALONE,
     ) -> None:
-        """``kv_heads``: those on this rank of the axis ``tensor``."""
-        self._tensor = tensor
+        """``kv_heads``: those on this rank of the axis ``tensor``. ``experts``: the axis that shares the experts."""
+        self._tensor, self._experts = tensor, experts
         # One place more than there are tokens: it stays zero, as what a sink's logit belongs to.
         shape = (layers, 2, sequences, capacity + 1, kv_heads, head_dim)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
@@ -44,7 +45,7 @@ class KeyValueCache:
 
     def prefill(self, lengths: list[int]) -> Row:
         """The row of all prompts. Each has at least one token."""
-        row = Row.of(lengths, self.lengths.device, tensor=self._tensor)
+        row = Row.of(lengths, self.lengths.device, tensor=self._tensor, experts=self._experts)
         self.lengths += torch.tensor(lengths, device=self.lengths.device)
         self._longest = max(lengths)
         return replace(row, cache=self)
@@ -52,7 +53,7 @@ class KeyValueCache:
     def step(self) -> Row:
         """The row of one more token for every sequence."""
         self._prefilling = False
-        ones = Row.of((1,) * len(self.lengths), self.lengths.device, tensor=self._tensor)
+        ones = Row.of((1,) * len(self.lengths), self.lengths.device, tensor=self._tensor, experts=self._experts)
         row = replace(ones, positions=self.lengths.clone(), cache=self)
         self.lengths += 1
         self._longest += 1

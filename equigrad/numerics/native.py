@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from equigrad.config.model import Experts
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention
 from equigrad.numerics.deferred import is_deferred, weight_gradient
+from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, route
 from equigrad.numerics.ops import AttentionLayer, RotaryTable
+from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import Split, gather, reduce_scatter
 from equigrad.parallel.partition import Partition, part_of
@@ -81,6 +84,24 @@ class NativeOps:
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return _Gated.apply(gate, up)
+
+    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts, row: Row) -> Routes:
+        return route(x, weight, bias, experts)
+
+    def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
+        # Tensor ranks cut every expert, so each needs all tokens. They are gathered before they are copied, once and
+        # not k times; the price is that each tensor rank sends all of them to the other expert ranks.
+        chosen = gather(routes.experts, row.tensor)
+        return dispatch(gather(x, row.tensor), chosen, len(routes.load.counts), self.dtype, row.experts)
+
+    def expert_linears(self, x: Tensor, weights: Sequence[Tensor], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
+        return ExpertLinears.apply(x, at.ends, *weights)
+
+    def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:
+        return reduce_scatter(combine(x, gather(routes.weights, row.tensor), at, row.experts), row.tensor)
+
+    def token_gate(self, x: Tensor, weight: Tensor, y: Tensor, row: Row) -> Tensor:
+        return TokenGate.apply(x, weight, y)
 
     def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:
         return a + b

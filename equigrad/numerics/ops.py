@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from equigrad.config.model import Experts
+from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 
 RotaryTable = tuple[Tensor, Tensor]
@@ -84,6 +86,32 @@ class Ops(Protocol):
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         """SwiGLU: ``silu(gate) * up``."""
+        ...
+
+    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts, row: Row) -> Routes:
+        """Whom each token of ``x`` [T, H] chooses: scores of ``x`` times ``weight`` [E, H] transposed, in float32, and
+        of them the best k, or with ``bias`` [E] those that are best with it. Of equals the lower index is chosen."""
+        ...
+
+    def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
+        """Tokens ``x`` [T, H] to the experts of their choice -> [copies, H], those of one expert after another's.
+
+        On a rank these are the copies, from all ranks that share the experts, for the experts that are here.
+        """
+        ...
+
+    def expert_linears(self, x: Tensor, weights: Sequence[Tensor], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
+        """Dispatched ``x`` [copies, K] times their expert's matrix of each ``weight`` [E, N, K] transposed ->
+        [copies, N] each."""
+        ...
+
+    def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:
+        """The way back: ``x`` [copies, H] -> [T, H], the weighted sum of what a token's experts made of it, added in
+        the order of its choices, whatever rank computed them."""
+        ...
+
+    def token_gate(self, x: Tensor, weight: Tensor, y: Tensor, row: Row) -> Tensor:
+        """``y`` [T, H] times the sigmoid of one number a token: ``x`` [T, H] times ``weight`` [1, H] transposed."""
         ...
 
     def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:

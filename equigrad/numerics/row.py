@@ -31,6 +31,7 @@ class Row:
     context:   how the row's tokens lie on the context ranks; None: they are all here
     tensor:    how this context rank's tokens lie on the tensor ranks in the residual stream; None: they are all here
     strategy:  how attention exchanges between context ranks, as ``layout.cp_strategy`` says
+    experts:   the ranks that share the experts, each with tokens of its own
 
     Example: segments of 3 and 2 tokens are ``Row((3, 2), tensor([0, 1, 2, 0, 1]))``.
     """
@@ -41,6 +42,7 @@ class Row:
     context: Split | None = None
     tensor: Split | None = None
     strategy: ContextStrategy = "ring"
+    experts: Axis = ALONE
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class Row:
         device: torch.device | str = "cpu",
         context: Axis = ALONE,
         tensor: Axis = ALONE,
+        experts: Axis = ALONE,
         zigzag: bool = False,
         strategy: ContextStrategy = "ring",
     ) -> "Row":
@@ -61,7 +64,7 @@ class Row:
         split = context.split(make(len(whole), context.size))
         own = whole if split is None else split.take(whole)
         residual = tensor.split(Partition.contiguous(len(own), tensor.size))
-        return cls(kept, own, None, split, residual, strategy)
+        return cls(kept, own, None, split, residual, strategy, experts)
 
     @property
     def residual_tokens(self) -> int:

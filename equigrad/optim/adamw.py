@@ -21,11 +21,11 @@ class AdamW:
     def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
         self.config = config
         self._updates = 0
-        self._parameters = parameters
+        self._parameters = {n: p for n, p in parameters.items() if specs[n].role != "state"}
         # The kernel wants its own count beside each tensor, and moves it itself.
-        self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in parameters.items()}
-        self._decays = {name: specs[name].role != "vector" for name in parameters}
-        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in parameters.items()} for m in MOMENTS}
+        self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in self._parameters.items()}
+        self._decays = {name: specs[name].role != "vector" for name in self._parameters}
+        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in self._parameters.items()} for m in MOMENTS}
 
     @property
     def updates(self) -> int:

@@ -60,6 +60,30 @@ def exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: di
     return [flat.view(torch.Size(shape)) for flat, shape in zip(received.split(sizes), shapes, strict=True)]
 
 
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The first ``sent[0]`` tokens of ``x`` [sum(sent), ...] to rank 0, the next ``sent[1]`` to rank 1, ...; returns
+    ``received[r]`` tokens from each rank r, in rank order. The gradient goes the way back."""
+    return _AllToAll.apply(x, sent, received, group)
+
+
+def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), list(received), list(sent), group)
+    return y
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = (received, sent, group)
+        return _all_to_all(x, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(dy, *ctx.back), None, None, None
+
+
 def join(parts: Sequence[Tensor], partition: Partition) -> Tensor:
     """The row, from every rank's part."""
     if partition.in_rank_order:

@@ -37,6 +37,14 @@ class Placement:
         """Elements in the local box."""
         return math.prod(self.local_shape)
 
+    def part(self, dim: int, units: int, ranks: int, rank: int) -> "Placement":
+        """The box of ``rank`` where ``dim``, whole until now and of ``units`` equal units, is divided as evenly as they
+        go."""
+        start, stop = part_of(units, ranks, rank)
+        unit, offset, local = self.shape[dim] // units, list(self.offset), list(self.local_shape)
+        offset[dim], local[dim] = start * unit, (stop - start) * unit
+        return replace(self, offset=tuple(offset), local_shape=tuple(local))
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -52,14 +60,6 @@ class Placed:
     def renamed(self, name: str) -> "Placed":
         """The same tensor in the same place, under another name."""
         return Placed(replace(self.placement, name=name), self.tensor)
-
-
-def part(name: str, shape: Sequence[int], dim: int, units: int, ranks: int, rank: int) -> Placement:
-    """The box of ``rank`` where ``dim``, in ``units`` equal units, is divided as evenly as they go."""
-    start, stop = part_of(units, ranks, rank)
-    unit, offset, local = shape[dim] // units, [0] * len(shape), list(shape)
-    offset[dim], local[dim] = start * unit, (stop - start) * unit
-    return Placement(name, tuple(shape), tuple(offset), tuple(local))
 
 
 def whole(name: str, shape: Sequence[int], replica: int = 0) -> Placement:

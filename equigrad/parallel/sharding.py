@@ -1,11 +1,12 @@
 """Data parallelism by FSDP2: parameters, gradients and optimizer state sharded over dp_shard, copied over dp_replicate.
-Context ranks see different tokens too, so parameters are sharded over them as well.
+Context ranks see different tokens too, so parameters are sharded over them as well. Experts that are divided over ep
+are sharded over the ranks that have the same ones: dp_shard x cp / ep.
 
 Gradients are sums over ranks, never means: the loss is already divided by the count of the whole step.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,45 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World) -> None:
-    """Shard ``model`` in place, each block a unit of its own. Nothing happens where no data is divided."""
+def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, experts: Collection[nn.Parameter]) -> None:
+    """Shard ``model`` in place, each block a unit of its own. Nothing happens where no data is divided.
+
+    ``experts``: the parameters with an expert in each index of their first dimension.
+    """
     mesh = data_mesh(world)
     if mesh is None:
         return
     from torch.distributed.fsdp import fully_shard
 
+    where = _expert_placement(world, set(experts)) if experts else None
     for module in (*blocks, model):
         reshard = world.layout.reshard_after_forward and module is not model
-        sharded: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        sharded: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=where)
         sharded.set_gradient_divide_factor(1.0)
         # gloo knows no pre-multiplied sum; NCCL sums too, so that both add the same numbers
         sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(world: World, experts: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
+    """How FSDP2 shards each parameter: None: as it does by itself; experts on their mesh, and none left without."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    info = None
+    if world.expert_mesh is not None:
+        info = HSDPMeshInfo(world.expert_mesh["dp_replicate", "expert_fsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    layout = world.layout
+    ranks = layout.dp_shard * layout.cp // layout.ep
+
+    def where(parameter: nn.Parameter) -> Any:
+        if parameter not in experts:
+            return None
+        # Few experts on many ranks would leave some with none; then each rank has a part of every expert.
+        number, rows, _ = parameter.shape
+        dim = Shard(1 if number % ranks and rows % ranks == 0 else 0)
+        return dim if info is None else ShardPlacementResult(dim, info)
+
+    return where
 
 
 def data_mesh(world: World) -> "DeviceMesh | None":

@@ -28,9 +28,10 @@ class World:
     rank, size:  among all processes
     local_rank:  on this machine
     mesh:        dimensions (pp, dp_replicate, fsdp, tp), fsdp being dp_shard x cp; None with one process
+    expert_mesh: dimensions (pp, dp_replicate, expert_fsdp, ep, tp), where fsdp is divided by ep; None where ep is 1
     control:     process group on the CPU for agreements within the loop: waits ``layout.timeout_s``
     patient:     the same, but waits for days where one rank prepares what the others wait for
-    axes:        this rank's place along dp_replicate, dp_shard, cp, tp and pp
+    axes:        this rank's place along dp_replicate, dp_shard, cp, tp, pp and ep
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class World:
     control: ProcessGroup | None = None
     patient: ProcessGroup | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None
 
     def axis(self, name: str) -> Axis:
         """This rank's place along one dimension of the layout."""
@@ -71,6 +73,14 @@ class World:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
         return tensor.tolist()
+
+    def add(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over all ranks, element by element, in place."""
+        if self.size > 1 and values.numel():
+            import torch.distributed as dist
+
+            dist.all_reduce(values)
+        return values
 
     def agree(self, value: Any, what: str) -> None:
         """Check that a value is the same on every rank; the error names the ranks that differ."""
@@ -118,16 +128,16 @@ def start(layout: Layout) -> World:
         timeout=timedelta(seconds=layout.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    mesh, axes = make_mesh(layout, device.type)
+    mesh, axes, expert_mesh = make_mesh(layout, device.type)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.timeout_s))
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     _check_devices(device, patient)
-    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, patient, axes)
+    return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, patient, axes, expert_mesh)
 
 
-def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, Axis]]:
-    """The device mesh of all processes, and this rank's place on each axis of the layout. Tensor ranks are neighbours,
-    then context ranks, for they talk most."""
+def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, Axis], DeviceMesh | None]:
+    """The device mesh of all processes, this rank's place on each axis of the layout, and the mesh in which experts
+    lie. Tensor ranks are neighbours, then context and expert ranks, for they talk most."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
@@ -135,7 +145,11 @@ def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, A
     every = mesh._unflatten("fsdp", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
     sizes = {name: every.size(dim) for dim, name in enumerate(every.mesh_dim_names or ())}
     axes = {n: Axis(every.get_group(n), every.get_local_rank(n), size) for n, size in sizes.items() if size > 1}
-    return mesh, axes
+    if layout.ep == 1:
+        return mesh, axes, None
+    experts = mesh._unflatten("fsdp", (shape[2] // layout.ep, layout.ep), ("expert_fsdp", "ep"))
+    axes["ep"] = Axis(experts.get_group("ep"), experts.get_local_rank("ep"), layout.ep)
+    return mesh, axes, experts
 
 
 def _cores() -> int:

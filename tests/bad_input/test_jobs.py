@@ -33,9 +33,12 @@ def test_a_wrong_type_is_named(bad: Bad) -> None:
     assert "command line: train.steps" in bad("train", job(), "--train.steps", "many")
 
 
-def test_parallelism_that_is_not_there_is_refused(bad: Bad) -> None:
-    for degree in ("cp", "tp", "pp", "ep"):
-        assert "dp_replicate and dp_shard only" in bad("train", job(), f"--layout.{degree}", "2")
+def test_expert_parallelism_without_experts_is_refused(bad: Bad) -> None:
+    assert "the model has none" in bad("train", job(), "--layout.ep", "2", "--layout.dp_shard", "2")
+
+
+def test_stages_without_a_pipeline_are_refused(bad: Bad) -> None:
+    assert "pp_stages 2 needs a pipeline" in bad("train", job(), "--layout.pp_stages", "2")
 
 
 @pytest.mark.parametrize(("started", "shards"), [(1, 2), (3, 2)])

@@ -280,10 +280,23 @@ def test_a_list_entry_is_named_by_its_place() -> None:
         load_job(None, ["--data.sources", '["a.txt", {path = "b", weight = "much"}]'])
 
 
+EXPERTS = ["--model.experts.num_experts", "8"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["--layout.tp", "2"], "dp_replicate and dp_shard only"),
+        (["--layout.pp", "2"], "leave pp at 1"),
+        (["--layout.ep", "2"], "layout.ep 2 divides experts, and the model has none"),
+        (["--layout.ep", "2", *EXPERTS], "dp_shard 1 x cp 1 = 1; it can be 1"),
+        (["--layout.ep", "3", "--layout.dp_shard", "4", *EXPERTS], "dp_shard 4 x cp 1 = 4; it can be 1, 2, 4"),
+        (
+            ["--layout.ep", "4", "--layout.dp_shard", "4", "--model.experts.num_experts", "3"],
+            "layout.ep 4 is more than model.experts.num_experts 3; it can be 1, 2",
+        ),
+        ([*EXPERTS, "--model.experts.num_experts_per_tok", "9"], "num_experts_per_tok 9 is more than num_experts 8"),
+        ([*EXPERTS, "--model.experts.shared_expert_gate", "true"], "needs a shared expert"),
+        ([*EXPERTS, "--model.experts.decoder_sparse_step", "99"], "layers is sparse"),
         (["--batch.tokens", "none", "--batch.samples", "0"], "batch.samples"),
         (["--batch.samples", "3"], "not both"),
         (["--batch.row_tokens", "10"], "a whole sample must fit into a row"),

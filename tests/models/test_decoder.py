@@ -1,6 +1,7 @@
 """The decoder against ``transformers``, and the properties of initial weights and of the op set's seam."""
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ MODELS = {
         family="qwen2", attention_bias=True, sliding_window=8, full_attention_layers=[0], tie_word_embeddings=True
     ),
     "qwen3": dict(family="qwen3", qk_norm=True, head_dim=16, rope_theta=1e6),
+    "qwen3-moe": dict(
+        family="qwen3_moe",
+        qk_norm=True,
+        head_dim=16,
+        experts=dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, mlp_only_layers=[1]),
+    ),
+    "qwen3-moe-window": dict(
+        family="qwen3_moe",
+        qk_norm=True,
+        sliding_window=8,
+        tie_word_embeddings=True,
+        experts=dict(
+            num_experts=5, num_experts_per_tok=2, moe_intermediate_size=18, norm_topk_prob=False, decoder_sparse_step=2
+        ),
+    ),
 }
 
 
@@ -62,11 +78,25 @@ def reference(config: Model, model: Decoder) -> Any:
 
     raw = to_huggingface(config, None, None, "float32")
     family = raw.pop("model_type")
-    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **raw), attn_implementation="eager")
-    missing, unexpected = hf.load_state_dict(model.state_dict(), strict=False)
+    wanted = AutoConfig.for_model(family, **raw)
+    wanted._experts_implementation = "eager"
+    hf = AutoModelForCausalLM.from_config(wanted, attn_implementation="eager")
+    missing, unexpected = hf.load_state_dict(in_their_names(model.state_dict()), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     return hf.eval()
+
+
+def in_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As ``transformers`` holds them in memory: experts stacked, gate above up."""
+    named = dict(tensors)
+    for name in [n for n in named if ".experts." in n]:
+        value, at = named.pop(name), name.removesuffix(".weight")
+        if "gate_proj" in name:
+            value = torch.cat([value, tensors[name.replace("gate_proj", "up_proj")]], 1)
+        if "up_proj" not in name:
+            named[at.replace("gate_proj", "gate_up_proj")] = value
+    return named
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +115,7 @@ def test_logits_match_transformers_packed_or_not(name: str) -> None:
             torch.testing.assert_close(logits, right, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window"])
 def test_gradients_match_transformers(name: str) -> None:
     config = make(name)
     model = build(config)
@@ -96,9 +126,9 @@ def test_gradients_match_transformers(name: str) -> None:
     theirs = dict(hf.named_parameters())
     # A key bias moves all scores of a query alike, so its gradient is zero up to rounding: hence the floor.
     floor = 1e-4 * max(p.grad.abs().max().item() for p in theirs.values())
-    for name, parameter in model.named_parameters():
+    for name, gradient in in_their_names({n: p.grad for n, p in model.named_parameters()}).items():
         scale = max(floor, theirs[name].grad.abs().max().item())
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=0, atol=2e-5 * scale)
+        torch.testing.assert_close(gradient, theirs[name].grad, rtol=0, atol=2e-5 * scale)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,7 +163,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_a_row_without_tokens_gives_zero_gradients_for_every_parameter() -> None:
-    for name in ("llama-tied-biased", "qwen2-window", "qwen3"):
+    for name in ("llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window"):
         model = build(make(name))
         empty = torch.zeros(0, dtype=torch.int64)
         model(empty, Row.of([]), empty).sum().backward()

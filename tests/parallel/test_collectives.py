@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equigrad.parallel.collectives import Heads, Split, gather, heads_to_tokens, reduce_scatter, tokens_to_heads
+from equigrad.parallel.collectives import (
+    Heads,
+    Split,
+    all_to_all,
+    gather,
+    heads_to_tokens,
+    reduce_scatter,
+    tokens_to_heads,
+)
 from equigrad.parallel.partition import Partition
 from tests.workers import Workers
 
@@ -69,6 +77,33 @@ def _heads(partition: Partition, heads: Heads, count: int) -> bool:
         and torch.equal(back, split.take(whole))
         and torch.equal(z.grad, _draw(20, partition.total, count, 2)[:, own])
     )
+
+
+def _sent(counts: list[list[int]]) -> bool:
+    """``counts[a][b]``: tokens from rank a to rank b; a token is its sender, its receiver and its number."""
+    rank = dist.get_rank()
+
+    def token(sender: int, receiver: int) -> torch.Tensor:
+        return torch.tensor([[sender, receiver, n] for n in range(counts[sender][receiver])]).view(-1, 3).double()
+
+    x = torch.cat([token(rank, other) for other in range(4)]).requires_grad_()
+    received = [counts[other][rank] for other in range(4)]
+    y = all_to_all(x, counts[rank], received, dist.group.WORLD)
+    y.backward(y.detach() * 2)
+    wanted = torch.cat([token(other, rank) for other in range(4)])
+    return torch.equal(y, wanted) and torch.equal(x.grad, 2 * x)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[1, 2, 3, 4], [0, 0, 0, 0], [5, 0, 0, 1], [2, 2, 2, 2]],
+        [[0, 0, 0, 0], [0, 0, 0, 0], [0, 9, 0, 0], [0, 0, 0, 0]],
+        [[0] * 4] * 4,
+    ],
+)
+def test_tokens_reach_the_rank_they_are_for_and_gradients_return(four: Workers, counts: list[list[int]]) -> None:
+    assert all(four.run(_sent, counts))
 
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=lambda p: str(p.ranges))

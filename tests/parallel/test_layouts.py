@@ -37,6 +37,28 @@ LAYOUTS = [
     {"cp": 2, "dp_replicate": 2, "cp_strategy": "ulysses"},
     {"cp": 2, "tp": 2, "dp_shard": 2},
 ]
+# Layer 0 dense, layer 1 with experts, a shared one, and both ways of balancing; 5 experts do not divide by 2 or 4.
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0],
+    "shared_expert_intermediate_size": 16, "shared_expert_gate": True,
+    "router_aux_loss_coef": 0.05, "router_bias_update_rate": 0.01,
+}  # fmt: skip
+# With larger weights attention differs from a mean, and its gradients from rounding.
+SPARSE = {"model__initializer_range": 0.05, "model__experts": EXPERTS}
+EXPERT_LAYOUTS = [
+    {"tp": 2},
+    {"dp_shard": 2},
+    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 4},
+    {"dp_shard": 4, "ep": 2},
+    {"dp_shard": 4, "ep": 4},
+    {"dp_shard": 2, "ep": 2, "tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"cp": 2, "ep": 2},
+    {"cp": 2, "dp_shard": 2, "ep": 4, "tp": 2},
+    {"pp": 2, "dp_shard": 2, "ep": 2},
+    {"pp": 2, "cp": 2, "ep": 2, "pp_schedule": "zero_bubble"},
+]
 
 
 def _job(layout: Layout, **changes: Any) -> Any:
@@ -54,8 +76,11 @@ def _three_steps(layout: Layout, changes: dict[str, Any], folder: Path) -> Outco
         return found
 
     trainer.gradients = kept  # type: ignore[method-assign]
-    records = [trainer.update(trainer.stream.next_batch(), stop)[0] for _ in range(3)]
-    return {"records": records, "gradients": gradients, "parameters": whole_parameters(trainer)}
+    records, counts = [], []
+    for _ in range(3):
+        records.append(trainer.update(trainer.stream.next_batch(), stop)[0])
+        counts.append({n: p.tensor.tolist() for n, p in trainer.balance.state().items()})
+    return {"records": records, "gradients": gradients, "parameters": whole_parameters(trainer), "counts": counts}
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +110,14 @@ UNEVEN = {
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
-    _compare(workers, alone, tmp_path, layout, {})
+    check(workers, alone, tmp_path, layout, {})
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_context_ranks_divide_windows_and_uneven_heads(
     workers: Pools, alone: Any, tmp_path: Path, strategy: str
 ) -> None:
-    _compare(workers, alone, tmp_path, {"cp": 4, "cp_strategy": strategy}, UNEVEN)
+    check(workers, alone, tmp_path, {"cp": 4, "cp_strategy": strategy}, UNEVEN)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +133,53 @@ def test_context_ranks_divide_windows_and_uneven_heads(
     ids=str,
 )
 def test_a_pipeline_of_many_blocks(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
-    _compare(workers, alone, tmp_path, layout, {"model__num_hidden_layers": 5, "model__tie_word_embeddings": False})
+    check(workers, alone, tmp_path, layout, {"model__num_hidden_layers": 5, "model__tie_word_embeddings": False})
 
 
-def _compare(workers: Pools, alone: Any, tmp_path: Path, layout: Layout, changes: dict[str, Any]) -> None:
-    size = _job(layout).layout.world_size
-    one = alone(changes)
-    for rank, many in enumerate(workers(size).run(_three_steps, layout, changes, tmp_path)):
-        for key in ("loss", "grad_norm", "tokens", "executed_tokens"):
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
+    check(workers, alone, tmp_path, layout, SPARSE)
+
+
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
+@pytest.mark.parametrize("rows", [48, 1000])
+def test_micro_batches_of_experts_are_one_batch(alone: Any, tmp_path: Path, rows: int, experts: dict[str, Any]) -> None:
+    """Counts of a row mean nothing: the load-balancing term has those of the step before."""
+    changes = SPARSE | {"model__experts": EXPERTS | experts}
+    same(_three_steps({}, changes | {"batch__row_tokens": rows}, tmp_path), alone(changes), 0)
+
+
+def check(workers: Pools, alone: Any, folder: Path, layout: dict[str, int], changes: dict[str, Any]) -> None:
+    """Every rank of the layout has what one process has."""
+    outcomes = workers(_job(layout, **changes).layout.world_size).run(_three_steps, layout, changes, folder)
+    for rank, many in enumerate(outcomes):
+        same(many, alone(changes), rank)
+
+
+def same(many: Outcome, one: Outcome, rank: int) -> None:
+    assert many["counts"] == one["counts"], rank  # one token that chooses otherwise, and nothing below holds
+    for key in ("loss", "balance_loss", "grad_norm", "tokens", "executed_tokens"):
+        if key in one["records"][0]:
             found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
             assert found == pytest.approx(expected, rel=1e-5), (rank, key)
-        for step in range(3):
-            wrong = [n for n, g in one["gradients"][step].items() if not close(many["gradients"][step][n], g)]
-            assert not wrong, (rank, step, wrong)
-        wrong = [n for n, p in one["parameters"].items() if not close(many["parameters"][n], p)]
-        assert not wrong, (rank, wrong)
+    for step in range(3):
+        wrong = [n for n, g in one["gradients"][step].items() if not close(many["gradients"][step][n], g)]
+        assert not wrong, (rank, step, wrong)
+    wrong = [n for n, p in one["parameters"].items() if not close(many["parameters"][n], p)]
+    assert not wrong, (rank, wrong)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout__reduce_every_round": True, "layout__reshard_after_forward": False},
+        {"memory__recompute": "block"},
+        {"batch__tokens": None, "batch__samples": 3},
+    ],
+    ids=str,
+)
+def test_divided_experts_keep_other_promises(
+    workers: Pools, alone: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Reduced often, recomputed, or with a lane that has no token and so sends nothing to anybody's experts."""
+    check(workers, alone, tmp_path, {"dp_shard": 4, "ep": 2}, SPARSE | changes)
