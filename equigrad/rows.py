@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from equigrad.config.model import Model
+from equigrad.data.microbatch import MicroBatch, micro_batch
 from equigrad.data.samples import SampleRef
 from equigrad.data.stream import Stream
 from equigrad.models.specs import token_flops
-from equigrad.numerics.row import Row
+from equigrad.numerics.row import Row, row_partition
 from equigrad.parallel.world import World
 from equigrad.schedule.packing import Schedule, plan
 
@@ -43,17 +44,18 @@ def schedule_samples(
 
 def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World) -> RowTensors:
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty."""
-    read, device, layout = [stream.read(ref) for ref in samples], world.device, world.layout
-    lengths = [s.length for s in samples]
+    read, context = [stream.read(ref) for ref in samples], world.axis("cp")
+    partition = row_partition(sum(map(len, read)), context.size, world.layout.zigzag)
+    return to_tensors(micro_batch(read, partition, context.rank), world)
+
+
+def to_tensors(part: MicroBatch, world: World) -> RowTensors:
+    """What this rank was given of a row, on its device."""
+    device, layout = world.device, world.layout
     axes = world.axis("cp"), world.axis("tp"), world.axis("ep")
-    row = Row.of(lengths, device, *axes, layout.zigzag, layout.cp_strategy)
-
-    def own(name: str) -> Tensor:
-        parts = [s.streams[name] for s in read]
-        whole = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int64))
-        return whole if row.context is None else row.context.take(whole)
-
-    ids, labels, loss = own("ids"), own("labels"), own("loss").bool()
+    row = Row.of(part.lengths, device, *axes, layout.zigzag, layout.cp_strategy)
+    empty = np.zeros(0, np.int64)
+    ids, labels, loss = (torch.from_numpy(part.streams.get(name, empty)) for name in ("ids", "labels", "loss"))
     if bool(loss.all()):
         return RowTensors(row, ids.to(device), labels.to(device), None)
     at = loss.nonzero().squeeze(1)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from equigrad.data.samples import Sample
 from equigrad.rows import row_tensors
 from tests.jobs import pool_world, tiny_job
 from tests.workers import Workers
@@ -19,7 +20,7 @@ class _Stream:
 
     def read(self, ref: Any) -> Any:
         at = np.arange(ref.start, ref.start + ref.length)
-        return type("Read", (), {"streams": {"ids": 10 * at, "labels": 10 * at + 1, "loss": at % 3 > 0}})
+        return Sample({"ids": 10 * at, "labels": 10 * at + 1, "loss": at % 3 > 0})
 
 
 class _Ref:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
+from equigrad.parallel.program import Action, Exchange, Program, StageAction, Transfer
+
 if TYPE_CHECKING:
     from torch.distributed import Work
-
-    from equigrad.schedule.pipeline import Action, Exchange, Program, StageAction, Transfer
 
 
 class Stage(Protocol):
@@ -58,7 +58,7 @@ class Deferral(AbstractContextManager[Any], Protocol):
 
 
 def run_pipeline(
-    program: "Program",
+    program: Program,
     stages: Mapping[int, Stage],
     hidden: Hidden,
     defer: Callable[[], Deferral],
@@ -116,7 +116,7 @@ class _Run:
 
     def __init__(
         self,
-        program: "Program",
+        program: Program,
         stages: Mapping[int, Stage],
         hidden: Hidden,
         defer: Callable[[], Deferral],
@@ -132,7 +132,7 @@ class _Run:
         self.deferred: dict[tuple[int, int], Deferral] = {}
         self.losses: dict[int, Tensor] = {}
 
-    def perform(self, step: "Action | StageAction | Exchange") -> None:
+    def perform(self, step: Action | StageAction | Exchange) -> None:
         if step.kind == "exchange":
             self.exchange(step.transfers)
         elif step.kind == "unshard":
@@ -188,7 +188,7 @@ class _Run:
             self.arriving.pop(key).wait()
         return self.values.pop(key)
 
-    def exchange(self, transfers: "tuple[Transfer, ...]") -> None:
+    def exchange(self, transfers: tuple[Transfer, ...]) -> None:
         """Post messages, and wait for none of them. What has no elements needs no message."""
         from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
