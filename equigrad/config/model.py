@@ -177,6 +177,10 @@ class Model(Section):
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
         if any(not 0 <= layer < self.num_hidden_layers for layer in self.full_attention_layers):
             raise ValueError(f"full_attention_layers must lie in 0..{self.num_hidden_layers - 1}")
+        if self.experts is not None and any(
+            not 0 <= layer < self.num_hidden_layers for layer in self.experts.mlp_only_layers
+        ):
+            raise ValueError(f"experts.mlp_only_layers must lie in 0..{self.num_hidden_layers - 1}")
         if self.experts is not None and not self.sparse_layers:
             raise ValueError(
                 f"experts: none of the {self.num_hidden_layers} layers is sparse with decoder_sparse_step"

@@ -51,7 +51,8 @@ def estimate(job: Job) -> Estimate:
     logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
     sharded = -(-count // shards)
     # Gathered, a rank has its share of the experts.
-    sizes = {n: -(-s.numel // job.layout.ep) if s.expert else s.numel for n, s in parameter_specs(model).items()}
+    specs = {name: spec for name, spec in parameter_specs(model).items() if spec.role != "state"}
+    sizes = {name: -(-s.numel // job.layout.ep) if s.expert else s.numel for name, s in specs.items()}
     here = sum(sizes.values())
     whole = here if not job.layout.reduce_every_round else sharded
     gathered = 0

@@ -104,7 +104,7 @@ def _expert_specs(at: str, experts: Experts, hidden: int, std: float, out_std: f
 
 def parameter_count(config: Model) -> int:
     """Number of parameters, those of all experts included; a tied head counts once."""
-    return sum(spec.numel for spec in parameter_specs(config).values())
+    return sum(spec.numel for spec in parameter_specs(config).values() if spec.role != "state")
 
 
 def flops_per_token(config: Model, context: float) -> float:

@@ -297,6 +297,7 @@ EXPERTS = ["--model.experts.num_experts", "8"]
         ([*EXPERTS, "--model.experts.num_experts_per_tok", "9"], "num_experts_per_tok 9 is more than num_experts 8"),
         ([*EXPERTS, "--model.experts.shared_expert_gate", "true"], "needs a shared expert"),
         ([*EXPERTS, "--model.experts.decoder_sparse_step", "99"], "layers is sparse"),
+        ([*EXPERTS, "--model.experts.mlp_only_layers", "[77]"], "experts.mlp_only_layers must lie in 0.."),
         (["--batch.tokens", "none", "--batch.samples", "0"], "batch.samples"),
         (["--batch.samples", "3"], "not both"),
         (["--batch.row_tokens", "10"], "a whole sample must fit into a row"),

@@ -185,6 +185,15 @@ def test_counts_match_the_model() -> None:
     assert flops_per_token(config, 10) - flops_per_token(config, 0) == 12 * 48 * 10 * 3
 
 
+def test_a_token_costs_the_experts_it_chooses() -> None:
+    config = make("qwen3-moe")
+    assert config.experts is not None
+    expert = 3 * 48 * 24  # gate, up and down
+    other = flops_per_token(config, 0) - 2 * 6 * 3 * expert  # two sparse layers, three choices
+    more = config.experts.model_copy(update={"num_experts": 80})
+    assert flops_per_token(config.model_copy(update={"experts": more}), 0) == other + 6 * (2 * 72 * 48 + 2 * 3 * expert)
+
+
 SHAPE_ONLY = {"unflatten", "flatten", "view", "reshape", "__get__"}
 
 
@@ -199,8 +208,16 @@ class _OnlyOps(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_model_calls_nothing_but_ops() -> None:
-    model = build(make("qwen3"))
+SHARED = {"shared_expert_intermediate_size": 20, "shared_expert_gate": True, "router_bias_update_rate": 0.1}
+
+
+@pytest.mark.parametrize("experts", [None, {}, SHARED])
+def test_the_model_calls_nothing_but_ops(experts: dict[str, Any] | None) -> None:
+    config = make("qwen3" if experts is None else "qwen3-moe")
+    if experts is not None:
+        assert config.experts is not None
+        config = config.model_copy(update={"experts": config.experts.model_copy(update=experts)})
+    model = build(config)
     guard = _OnlyOps()
 
     class Guarded:
