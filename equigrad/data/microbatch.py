@@ -6,8 +6,10 @@ Torch-free, and no pickle.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,11 +37,11 @@ class MicroBatch:
 
     def to_bytes(self) -> bytes:
         """A header in JSON, behind its length, and the streams as they lie in memory, little-endian."""
-        if self.inactive:
-            return _packed({"inactive": True}, ())
-        streams = {n: np.ascontiguousarray(s, s.dtype.newbyteorder("<")) for n, s in self.streams.items()}
-        described = {name: [stream.dtype.str, len(stream)] for name, stream in streams.items()}
-        return _packed({"lengths": self.lengths, "streams": described}, tuple(streams.values()))
+        streams = [_little_endian(stream) for stream in self.streams.values()]
+        kinds = tuple([stream.dtype for stream in streams])
+        return b"".join(
+            [_header(self.lengths, tuple(self.streams), kinds, len(streams[0]) if streams else 0), *streams]
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "MicroBatch":
@@ -50,8 +52,8 @@ class MicroBatch:
             if header.get("inactive"):
                 return INACTIVE
             streams = {}
-            for name, (kind, count) in header["streams"].items():
-                streams[name] = np.frombuffer(data, np.dtype(kind), count, start)
+            for name, kind in header["streams"].items():
+                streams[name] = np.frombuffer(data, np.dtype(kind), header["tokens"], start)
                 start += streams[name].nbytes
             lengths = tuple(map(int, header["lengths"]))
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
@@ -64,9 +66,21 @@ class MicroBatch:
 INACTIVE = MicroBatch((), {})
 
 
-def _packed(header: Mapping[str, object], streams: Sequence[np.ndarray]) -> bytes:
+@lru_cache(maxsize=64)  # the parts of a row have the same header but for their tokens, of which there are two numbers
+def _header(lengths: tuple[int, ...], names: tuple[str, ...], kinds: tuple[np.dtype, ...], tokens: int) -> bytes:
+    header: dict[str, object] = {"inactive": True}
+    if lengths:
+        streams = {name: kind.str for name, kind in zip(names, kinds, strict=True)}
+        header = {"lengths": lengths, "tokens": tokens, "streams": streams}
     text = json.dumps(header, separators=(",", ":")).encode()
-    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *(stream.data for stream in streams)])
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def _little_endian(stream: np.ndarray) -> np.ndarray:
+    """The stream in one piece, as it travels."""
+    if stream.dtype.byteorder == ">" or (sys.byteorder == "big" and stream.dtype.byteorder == "="):
+        stream = stream.astype(stream.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(stream)
 
 
 def micro_batch(samples: Sequence[Sample], partition: Partition, rank: int) -> MicroBatch:
@@ -77,8 +91,8 @@ def micro_batch(samples: Sequence[Sample], partition: Partition, rank: int) -> M
     """
     if not samples:
         return INACTIVE
-    names = list(samples[0].streams)
-    if any(list(sample.streams) != names for sample in samples):
+    names = samples[0].streams.keys()
+    if any(sample.streams.keys() != names for sample in samples):
         raise ValueError(f"samples of one row have different streams: {sorted({tuple(s.streams) for s in samples})}")
     lengths = tuple(map(len, samples))
     pieces: dict[str, list[np.ndarray]] = {name: [] for name in names}
