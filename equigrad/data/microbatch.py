@@ -38,10 +38,8 @@ class MicroBatch:
     def to_bytes(self) -> bytes:
         """A header in JSON, behind its length, and the streams as they lie in memory, little-endian."""
         streams = [_little_endian(stream) for stream in self.streams.values()]
-        kinds = tuple([stream.dtype for stream in streams])
-        return b"".join(
-            [_header(self.lengths, tuple(self.streams), kinds, len(streams[0]) if streams else 0), *streams]
-        )
+        kinds, tokens = tuple([stream.dtype for stream in streams]), len(streams[0]) if streams else 0
+        return b"".join([_header(self.lengths, tuple(self.streams), kinds, tokens), *[s.data for s in streams]])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "MicroBatch":
