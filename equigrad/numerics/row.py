@@ -60,8 +60,7 @@ class Row:
         kept = tuple(n for n in lengths if n > 0)
         positions = [torch.arange(n, device=device) for n in kept]
         whole = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)
-        make = Partition.zigzag if zigzag else Partition.contiguous
-        split = context.split(make(len(whole), context.size))
+        split = context.split(Partition.of_row(len(whole), context.size, zigzag))
         own = whole if split is None else split.take(whole)
         residual = tensor.split(Partition.contiguous(len(own), tensor.size))
         return cls(kept, own, None, split, residual, strategy, experts)
