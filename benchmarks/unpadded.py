@@ -30,7 +30,6 @@ from equigrad.config.load import make_job  # noqa: E402
 from equigrad.data.microbatch import MicroBatch, micro_batch  # noqa: E402
 from equigrad.data.samples import Sample  # noqa: E402
 from equigrad.models.specs import flops_per_token  # noqa: E402
-from equigrad.numerics.row import row_partition  # noqa: E402
 from equigrad.parallel.partition import Partition  # noqa: E402
 from equigrad.parallel.world import World, make_mesh  # noqa: E402
 from equigrad.rows import to_tensors  # noqa: E402
@@ -104,7 +103,7 @@ def rank_main(rank: int, store: str, out: str) -> None:
     def run(lanes: Lanes, weights: Sequence[float]) -> dict[str, Any]:
         """Forward and backward of one round; what this rank measured."""
         row = lanes[world.lane]
-        partition = row_partition(sum(map(len, row)), CONTEXT_RANKS, job.layout.zigzag)
+        partition = Partition.of_row(sum(map(len, row)), CONTEXT_RANKS, job.layout.zigzag)
         part = micro_batch(row, partition, world.axis("cp").rank)
         normaliser = sum(int(s.loss.sum()) for lane, w in zip(lanes, weights, strict=True) if w for s in lane)
         dist.barrier()

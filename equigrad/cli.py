@@ -9,6 +9,7 @@ from equigrad.errors import UserError
 
 COMMANDS = {
     "train": "train a model: the job of a TOML file, or the embedded quickstart",
+    "schedule": "draw how one step of a job is divided: which rank holds which tokens, when",
     "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
     "generate": "continue prompts with a run, checkpoint or model folder",
     "import": "turn a Hugging Face model folder into a run folder",
@@ -17,6 +18,9 @@ COMMANDS = {
     "info": "what is in a run, a checkpoint or a model folder",
     "report": "write a run's report.html again",
 }
+
+OVERRIDABLE = ("train", "schedule", "eval")
+"""Commands whose words may set keys of the job."""
 
 _HELP = f"""equigrad {__version__}: trains language models; the answer does not depend on how the work was divided.
 
@@ -72,7 +76,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         width = get_terminal_size().columns - 2  # as argparse does
         print(f"{parser.format_help()}\n{fill(_KEYS, width)}\n\n{help_text(width)}")
         return 0
-    words, overrides = split_overrides(words) if command in ("train", "eval") else (words, [])
+    words, overrides = split_overrides(words) if command in OVERRIDABLE else (words, [])
     arguments = parser.parse_args(words)
     for word in [*overrides, *(getattr(arguments, "prompt", None) or [])]:
         if any("\ud800" <= character <= "\udfff" for character in word):  # how Python holds bytes that are no text
@@ -81,6 +85,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import train
 
         return train.main(arguments, overrides)
+    if command == "schedule":
+        from equigrad.commands import schedule
+
+        return schedule.main(arguments, overrides)
     if command == "eval":
         from equigrad.commands import evaluate
 
@@ -122,7 +130,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         option = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
-        if option and self.prog.endswith(("train", "eval")):
+        if option and self.prog.endswith(OVERRIDABLE):
             from equigrad.config.load import nearest
 
             raise UserError(f"unknown option --{option}{nearest(option)}")
@@ -137,6 +145,15 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("--run", metavar="DIR", help="run folder; by default runs/<name>")
         add("--resume", action="store_true", help="go on with the run in that folder, or start it if there is none")
         add("--dry-run", action="store_true", help="print the resolved job and its size, and stop")
+    elif command == "schedule":
+        add("job", nargs="?", help="TOML file of the job; without it, the embedded quickstart")
+        add("--step", type=int, default=1, metavar="N", help="which step, counted from 1 (1)")
+        add("--svg", metavar="FILE", help="write the drawing there as well, as an SVG")
+        add("--json", metavar="FILE", help="write the whole division there as well")
+        parser.epilog = (
+            "Keys of the job can be overridden: --layout.cp 4 draws another layout. Nothing is trained, and no process"
+            " is started, however many the layout has."
+        )
     elif command == "eval":
         add("model", help="run, checkpoint or Hugging Face folder")
         add("--job", metavar="FILE", help="TOML file whose data is evaluated; by default the run's own job")

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from equigrad.config import Job
 from equigrad.data.stream import HeldOut, Stream
 from equigrad.execution import Execution
+from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.world import World
-from equigrad.rows import schedule_samples
+from equigrad.schedule.division import schedule_samples
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,18 @@ class Evaluation:
 
 
 def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, world: World) -> Evaluation:
-    """Every rank runs the same number of rounds, with empty rows where samples run out."""
+    """Every rank runs the same number of rounds, with empty rows where samples run out.
+
+    Raises on every rank, before any work, where ranks disagree about it or no token is in the loss.
+    """
     samples, text_bytes, tokens = held_out.samples, held_out.bytes, held_out.loss_tokens
-    schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens)
+    schedule = schedule_samples([sample.length for sample in samples], job.model, world.lanes, job.batch.row_tokens)
+    world.agree({"schedule": schedule.digest, "normaliser": tokens}, "the evaluation")
+    if not tokens:
+        raise SharedUserError(
+            f"the held-out set has no token in the loss: {len(samples)} samples, {held_out.tokens} tokens; there is"
+            " nothing to divide its loss by"
+        )
     (total,) = world.sum([execution.evaluate(stream, samples, schedule).loss])
     loss = total / tokens
     bits = total / math.log(2) / text_bytes if text_bytes else math.nan

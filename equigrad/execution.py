@@ -27,8 +27,9 @@ from equigrad.parallel.pipeline import Hidden, run_pipeline
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
 from equigrad.rows import RowTensors, row_tensors
+from equigrad.schedule.division import pipeline_order
 from equigrad.schedule.packing import Schedule
-from equigrad.schedule.pipeline import PipelineSchedule, forward_pipeline, pipeline, programs, sized_cost
+from equigrad.schedule.pipeline import programs
 
 Term = Callable[[Tensor], Tensor]
 """Losses of a row's tokens -> what is added up over rows, a scalar."""
@@ -64,8 +65,7 @@ class Execution:
         rows, layout = self._rows(stream, batch.samples, schedule), self._job.layout
         work = _Work(rows, partial(language_model, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
         if self._pipeline.size > 1:
-            order = pipeline(layout.pp_schedule, self._pipeline.size, layout.pp_stages, len(rows))
-            return self._piped(order, work, batch.samples, schedule)
+            return self._piped(work, batch.samples, schedule, backward=True)
         losses, (model,) = [], self._parts.values()
         for number in range(len(rows)):
             reduce_gradients(model, layout.reduce_every_round or number == len(rows) - 1)
@@ -95,8 +95,7 @@ class Execution:
         """The sum of the losses of this lane's rows."""
         work = _Work(self._rows(stream, samples, schedule), _total, None)
         if self._pipeline.size > 1:
-            order = forward_pipeline(self._pipeline.size, self._job.layout.pp_stages, len(work.rows))
-            return self._piped(order, work, samples, schedule)
+            return self._piped(work, samples, schedule, backward=False)
         (model,) = self._parts.values()
         return self._outcome([work.forward(model, None, number) for number in range(len(work.rows))], work)
 
@@ -104,16 +103,9 @@ class Execution:
         lane = schedule.lane(self._world.lane)
         return [row_tensors(stream, [samples[i] for i in row], self._world) for row in lane]
 
-    def _piped(
-        self,
-        order: PipelineSchedule,
-        work: "_Work",
-        samples: Sequence[SampleRef],
-        schedule: Schedule,
-    ) -> Outcome:
-        """Every lane goes by the same program, made for the longest row of each round."""
-        longest = [max(sum(samples[i].length for i in row) for row in round_) for round_ in schedule.rounds]
-        program = programs(order, sized_cost([1.0 + tokens for tokens in longest]))[self._pipeline.rank]
+    def _piped(self, work: "_Work", samples: Sequence[SampleRef], schedule: Schedule, *, backward: bool) -> Outcome:
+        lengths = [sample.length for sample in samples]
+        program = programs(*pipeline_order(self._job.layout, schedule, lengths, backward))[self._pipeline.rank]
         width, rows = self._job.model.hidden_size, work.rows
         hidden = Hidden(lambda _, row: (rows[row].row.residual_tokens, width), torch.float32, self._world.device)
         stages = {number: _Stage(part, work) for number, part in self._parts.items()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from equigrad.checkpoint.weights import Weights
 from equigrad.config import Job
+from equigrad.config.fit import misfits
 from equigrad.config.model import Experts
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.errors import UserError
@@ -58,9 +59,7 @@ def resolve_weights(job: Job) -> Job:
         data = data.model_copy(update={"tokenizer": chosen})
     job = job.model_copy(update={"model": model, "data": data})
     check_context(job, found)
-    problem = job.layout.expert_problem(None if model.experts is None else model.experts.num_experts)
-    if problem is not None:
-        raise UserError(problem)
+    check_layout(job)
     return job
 
 
@@ -79,6 +78,12 @@ def _given_experts(ours: Experts | None, found: Weights) -> Experts | None:
 def _check_same(key: str, ours: object, theirs: object, found: Weights) -> None:
     if ours != theirs:
         raise UserError(f"model.{key} is {ours}, but {found.folder} has {theirs}; leave it out to take it from there")
+
+
+def check_layout(job: Job) -> None:
+    """``UserError`` where the layout does not suit the model, whose shape is known by now."""
+    if problems := list(misfits(job.layout, job.model)):
+        raise UserError("\n".join(problems))
 
 
 def check_context(job: Job, weights: Weights) -> None:

@@ -7,14 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equigrad.config.model import Model
 from equigrad.data.microbatch import MicroBatch, micro_batch
 from equigrad.data.samples import SampleRef
 from equigrad.data.stream import Stream
-from equigrad.models.specs import token_flops
-from equigrad.numerics.row import Row, row_partition
+from equigrad.numerics.row import Row
+from equigrad.parallel.partition import Partition
 from equigrad.parallel.world import World
-from equigrad.schedule.packing import Schedule, plan
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,10 @@ class RowTensors:
     at: Tensor | None
 
 
-def schedule_samples(
-    samples: Sequence[SampleRef], model: Model, lanes: int, row_tokens: int, packing: str = "best_fit"
-) -> Schedule:
-    """The schedule of these samples, balanced by the operations each of them costs."""
-    lengths = [s.length for s in samples]
-    flops = token_flops(model)
-    cost = {n: n * flops((n + 1) / 2) for n in set(lengths)}
-    return plan(lengths, [cost[n] for n in lengths], lanes, row_tokens, packing)  # type: ignore[arg-type]
-
-
 def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World) -> RowTensors:
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty."""
     read, context = [stream.read(ref) for ref in samples], world.axis("cp")
-    partition = row_partition(sum(map(len, read)), context.size, world.layout.zigzag)
+    partition = Partition.of_row(sum(map(len, read)), context.size, world.layout.zigzag)
     return to_tensors(micro_batch(read, partition, context.rank), world)
 
 

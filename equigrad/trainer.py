@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.sharding import add_ends, add_up
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
-from equigrad.rows import schedule_samples
+from equigrad.schedule.division import schedule_samples
+from equigrad.schedule.packing import Schedule
 
 
 class Trainer:
@@ -68,7 +69,7 @@ class Trainer:
                 began = time.perf_counter()
                 self.counters["wall_seconds"] += began - mark
                 mark = began
-                with profiler.step(self.step + 1):
+                with profiler.step(self.step + 1), self._held():
                     batch = self.stream.next_batch()
                     record, stopped = self.update(batch, stop)
                 seconds = time.perf_counter() - began
@@ -85,6 +86,16 @@ class Trainer:
         self.counters["wall_seconds"] += time.perf_counter() - mark
         return self.step >= job.train.steps
 
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """A step that fails leaves the stream where it was: its batch is the next one still."""
+        cursor = self.stream.cursor()
+        try:
+            yield
+        except Exception:
+            self.stream.seek(cursor)
+            raise
+
     def update(self, batch: Batch, stop: StopRequest) -> tuple[dict[str, Any], bool]:
         """One step: gradients of the batch, checks on all ranks together, update, counters.
 
@@ -92,10 +103,9 @@ class Trainer:
         before any state changes.
         """
         job, world = self.job, self.world
-        if batch.loss_tokens == 0:
-            raise RuntimeError(f"step {self.step + 1} has no token in the loss; nothing was changed")
-        schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
-        world.agree([schedule.digest, self.stream.cursor()], f"the schedule of step {self.step + 1}")
+        lengths = [sample.length for sample in batch.samples]
+        schedule = schedule_samples(lengths, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
+        self._agree(batch, schedule)
         own = self.execution.train(self.stream, batch, schedule)
         gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
@@ -113,6 +123,17 @@ class Trainer:
         if self.balance.layers:
             record |= {"balance_loss": balance} | self.balance.metrics(counts)
         return record, asked > 0
+
+    def _agree(self, batch: Batch, schedule: Schedule) -> None:
+        """Before any work, and on all ranks alike: everyone means the same step, and there is something to learn."""
+        facts = {"schedule": schedule.rounds, "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},
+                 "data cursor": self.stream.cursor(), "configuration": self.job.common()}  # fmt: skip
+        self.world.agree(facts, f"step {self.step + 1}")
+        if batch.loss_tokens == 0:
+            raise SharedUserError(
+                f"step {self.step + 1} has no token in the loss: {len(batch.samples)} samples, {batch.tokens} tokens;"
+                " nothing was changed"
+            )
 
     def gradients(self) -> dict[str, Placed]:
         """The accumulated gradients, each in its parameter's place and summed over all ranks that have a part of it."""

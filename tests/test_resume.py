@@ -341,7 +341,7 @@ def test_ranks_with_different_words_do_not_train_together(tmp_path: Path) -> Non
     for process in processes:
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert "ranks disagree about the job: ranks [1] differ from rank 0" in err
+        assert "job: rank 1 differs from rank 0 (optim.lr 0.2 on rank 1, 0.1 on rank 0)" in err
 
 
 @pytest.mark.parametrize("delay", [1.0, 3.0])

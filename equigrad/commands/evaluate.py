@@ -10,7 +10,7 @@ from equigrad.config.load import make_job, override_value, parse_overrides, set_
 from equigrad.errors import UserError
 from equigrad.files import write_json
 from equigrad.parallel.environment import process_env
-from equigrad.resolve import check_context, find_weights
+from equigrad.resolve import check_context, check_layout, find_weights
 
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -20,6 +20,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     weights = find_weights(arguments.model)
     job = _job(weights, arguments, overrides)
     check_context(job, weights)
+    check_layout(job)
     env = process_env()
     if env is None and job.layout.world_size > 1:
         words = ["eval", arguments.model, *overrides]

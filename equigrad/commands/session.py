@@ -29,7 +29,7 @@ from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, start
-from equigrad.resolve import find_weights, resolve_vocabulary, resolve_weights
+from equigrad.resolve import check_layout, find_weights, resolve_vocabulary, resolve_weights
 from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
@@ -50,7 +50,7 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     trainer = Trainer(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
-    world.agree(checkpoint and checkpoint.name, "the checkpoint to resume from")
+    world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
     _give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
@@ -86,6 +86,7 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
 
     def make() -> tuple[Job, Tokenizer, Stream]:
         resolved = job if resume else resolve_weights(job)
+        check_layout(resolved)
         tokenizer = build_tokenizer(resolved.data, run.tokenizer)
         resolved = resolve_vocabulary(resolved, tokenizer)
         progress = _tokenising() if world.is_main else None
@@ -132,12 +133,11 @@ def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None
     """Ranks that were started with different words, or see different files, must not train together."""
     facts = {
         "version of equigrad": __version__,
-        "job": job.model_dump(exclude={"data": {"cache"}, "layout": {"device", "threads"}}),
+        "job": job.common(),
         "tokenizer": tokenizer.digest,
         "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
     }
-    for what, value in facts.items():
-        world.agree(value, f"the {what}")
+    world.agree(facts, "what they are to train")
 
 
 def _line(stats: Stats) -> str:

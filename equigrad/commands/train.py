@@ -22,8 +22,11 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Both imports are torch-free until something is started.
     from equigrad.parallel.environment import process_env
     from equigrad.parallel.launch import launch, run_worker
+    from equigrad.resolve import check_layout, resolve_weights
 
     env = process_env()
+    if env is None:  # else one of the ranks tells, while it prepares
+        check_layout(job if resume else resolve_weights(job))
     if env is None and job.layout.world_size > 1:
         return launch(job.layout.world_size, _words(arguments, overrides))
     from equigrad.commands.session import train_session

@@ -1,10 +1,13 @@
 """The whole job: one section per room, one file per job."""
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 from equigrad.config.checkpoint import Checkpoint
 from equigrad.config.data import BatchConfig, Data
+from equigrad.config.fit import misfits
 from equigrad.config.layout import Layout
 from equigrad.config.memory import Memory
 from equigrad.config.model import Model
@@ -32,6 +35,10 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
 
+    def common(self) -> dict[str, Any]:
+        """What must be the same on all ranks: everything but where each of them keeps and computes it."""
+        return self.model_dump(mode="json", exclude={"data": {"cache"}, "layout": {"device", "threads"}})
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "Job":
         if self.batch.row_tokens < self.data.context:
@@ -44,14 +51,12 @@ class Job(Section):
                 f"batch.tokens {self.batch.tokens} is smaller than data.context {self.data.context}:"
                 " a whole sample must fit into a step"
             )
-        # A model.weights folder brings its own limit, checked once it is read.
+        # A model.weights folder brings its own shape, checked once it is read.
         if self.model.weights is None and self.data.context > self.model.max_position_embeddings:
             raise ValueError(
                 f"data.context {self.data.context} is longer than the model allows:"
                 f" model.max_position_embeddings is {self.model.max_position_embeddings}"
             )
-        experts = self.model.experts
-        problem = self.layout.expert_problem(None if experts is None else experts.num_experts)
-        if problem is not None and self.model.weights is None:
-            raise ValueError(problem)
+        if self.model.weights is None and (problems := list(misfits(self.layout, self.model))):
+            raise ValueError("\n".join(problems))
         return self

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from equigrad.config.base import Section
 
@@ -61,32 +61,12 @@ class Layout(Section):
         """Number of processes."""
         return self.data_lanes * self.cp * self.tp * self.pp
 
+    def rank_of(self, pipe: int, lane: int, context: int, tensor: int) -> int:
+        """The process at these places: tensor ranks are neighbours, then context ranks, then data lanes."""
+        return ((pipe * self.data_lanes + lane) * self.cp + context) * self.tp + tensor
+
     def describe(self) -> str:
         """The product of degrees, for messages."""
         degrees = {n: getattr(self, n) for n in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
         borrowed = f", ep {self.ep} of them" if self.ep > 1 else ""
         return " x ".join(f"{n} {d}" for n, d in degrees.items()) + f" = {self.world_size}{borrowed}"
-
-    def expert_problem(self, experts: int | None) -> str | None:
-        """Why this layout does not suit a model with so many experts (None: a dense one), and what would."""
-        if self.ep == 1:
-            return None
-        if experts is None:
-            return f"layout.ep {self.ep} divides experts, and the model has none; leave layout.ep at 1"
-        lent = self.dp_shard * self.cp
-        fitting = [ep for ep in range(1, lent + 1) if lent % ep == 0 and ep <= experts]
-        could = f"it can be {', '.join(map(str, fitting))}"
-        if lent % self.ep:
-            return (
-                f"layout.ep {self.ep} borrows the ranks of dp_shard x cp and must divide their number,"
-                f" dp_shard {self.dp_shard} x cp {self.cp} = {lent}; {could}"
-            )
-        if self.ep > experts:
-            return f"layout.ep {self.ep} is more than model.experts.num_experts {experts}; {could}"
-        return None
-
-    @model_validator(mode="after")
-    def _supported(self) -> "Layout":
-        if self.pp_stages > 1 and self.pp == 1:
-            raise ValueError(f"pp_stages {self.pp_stages} needs a pipeline: pp is 1")
-        return self

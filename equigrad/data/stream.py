@@ -3,6 +3,7 @@
 Every rank computes the same stream from the configuration alone. Nothing here knows how many ranks there are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ class Stream:
     ) -> None:
         """Tokenise what the cache lacks, index it, and stand before step 1.
 
-        Raises ``UserError`` for what is wrong with the data, and for a source without training samples.
+        Raises ``UserError`` for what is wrong with the data, for a source without training samples, and for documents
+        that are held out of which none has a token in the loss.
         """
         self._batch = batch
         self._step = 0
@@ -69,6 +71,8 @@ class Stream:
             if number < len(data.sources):
                 training = SampleSet(spans, ~out, source.path, number, held_out=False, drop_long=drop)
                 self._feeds.append(_Feed(training, source.weight, (seed, number) if data.shuffle else None))
+        if not any(map(len, self._held_out)) and any(side.stats.documents for side in self._held_out):
+            raise UserError(_nothing_to_evaluate([side.stats for side in self._held_out]))
         # What decides the order besides the tokens themselves; a cursor is good only where all of it is the same.
         self._order = data.model_dump(include={"context", "held_out_every", "too_long", "shuffle"})
         self._order |= {"seed": seed, "weights": [source.weight for source in data.sources]}
@@ -142,6 +146,19 @@ class Stream:
         self._step = cursor["step"]
         for feed, saved in zip(self._feeds, cursor["sources"], strict=True):
             feed.drawn, feed.tokens = saved["samples"], saved["tokens"]
+
+
+def _nothing_to_evaluate(sides: Sequence[Stats]) -> str:
+    told = [
+        f"{s.source}: {s.documents} documents held out, of these {s.empty} without text in the loss and {s.dropped}"
+        " longer than the context"
+        for s in sides
+        if s.documents
+    ]
+    return (
+        f"the held-out set has no token in the loss ({'; '.join(told)}); choose others with data.held_out_every and"
+        " data.held_out_sources, or hold out none"
+    )
 
 
 class _Feed:

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from equigrad.numerics.cache import KeyValueCache
 
 
-def row_partition(tokens: int, ranks: int, zigzag: bool) -> Partition:
-    """How the tokens of a row lie on context ranks. All streams of the row are cut by it."""
-    return (Partition.zigzag if zigzag else Partition.contiguous)(tokens, ranks)
-
-
 @dataclass(frozen=True)
 class Row:
     """Segments of one row.
@@ -65,7 +60,7 @@ class Row:
         kept = tuple(n for n in lengths if n > 0)
         positions = [torch.arange(n, device=device) for n in kept]
         whole = torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64, device=device)
-        split = context.split(row_partition(len(whole), context.size, zigzag))
+        split = context.split(Partition.of_row(len(whole), context.size, zigzag))
         own = whole if split is None else split.take(whole)
         residual = tensor.split(Partition.contiguous(len(own), tensor.size))
         return cls(kept, own, None, split, residual, strategy, experts)

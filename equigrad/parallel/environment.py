@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 from equigrad.errors import UserError
 
+LAUNCH_FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
+"""The variable by which equigrad's own launcher tells workers where to report."""
+
+
+def launched() -> bool:
+    """Whether equigrad's own launcher started this process, and watches it."""
+    return bool(os.environ.get(LAUNCH_FOLDER))
+
 
 class ProcessEnv(NamedTuple):
     """Rank among all processes and among those of this machine."""

@@ -1,7 +1,7 @@
 """Starts local workers through torch's elastic agent, and tells one clear story when one of them fails.
 
 A failing worker writes what happened into a report; the launcher shows the report of the worker that failed first and
-ends the others within seconds. Under torchrun or SLURM this launcher is not used.
+ends the others within seconds. Under torchrun or SLURM this launcher is not used; there ``failure`` does the same.
 """
 
 import contextlib
@@ -19,12 +19,15 @@ from pathlib import Path
 
 from equigrad.errors import UserError
 from equigrad.files import in_one_piece
+from equigrad.parallel.environment import LAUNCH_FOLDER
 from equigrad.parallel.stop import STOP_SIGNALS
 
-_FOLDER = "EQUIGRAD_LAUNCH_FOLDER"
 _STOP = "stop-asked"
 # How long surviving workers may take to end after another one failed.
 _GRACE_SECONDS = 5
+# How long a rank that is not the cause waits for another one to tell it, where there is no launcher: where rank 0 tells
+# for all, and where there may be no other.
+_SHARED_SECONDS, _CAUSE_SECONDS = 10, 3
 
 
 def launch(workers: int, arguments: Sequence[str]) -> int:
@@ -38,7 +41,7 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     with tempfile.TemporaryDirectory(prefix="equigrad-launch-") as folder:
-        os.environ[_FOLDER] = folder
+        os.environ[LAUNCH_FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -63,7 +66,7 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            del os.environ[_FOLDER]
+            del os.environ[LAUNCH_FOLDER]
 
 
 def _forward(folder: Path) -> None:
@@ -107,11 +110,12 @@ def _explain(folder: Path, deaths: dict[int, int]) -> int:
 
 
 def run_worker(rank: int, body: Callable[[], int]) -> int:
-    """Run one rank's work. Errors go into the launcher's report; without a launcher they are shown here, once.
+    """Run one rank's work. Errors go into the launcher's report; without a launcher they are shown here, and told to
+    the other ranks, which then end as well.
 
     Returns the exit code.
     """
-    folder = os.environ.get(_FOLDER)
+    folder = os.environ.get(LAUNCH_FOLDER)
     if folder:
         (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
         if (Path(folder) / _STOP).exists():
@@ -119,29 +123,38 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         return body()
-    except UserError as error:
-        from equigrad.parallel.ranks import SharedUserError
-
-        if folder:
-            _report(Path(folder), rank, str(error), user_error=True, lost_peers=False)
-        elif rank == 0 or not isinstance(error, SharedUserError):
-            print(f"equigrad: error: {error}", file=sys.stderr)
-        else:
-            time.sleep(10.0)  # rank 0 tells; torchrun would end it before it has if this rank left first
-        code = 2
     except Exception as error:
-        lost = _lost_peers(error)
-        if folder:
-            _report(Path(folder), rank, traceback.format_exc(), user_error=False, lost_peers=lost)
-        elif lost:
-            print(f"equigrad: rank {rank} lost its peers: {str(error).splitlines()[0]}", file=sys.stderr)
-        else:
-            print(f"equigrad: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-        code = 1
+        code = _failed(rank, error, Path(folder) if folder else None)
     # The others may hang in a collective: leave at once, without the clean-up that would wait for them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _failed(rank: int, error: Exception, folder: Path | None) -> int:
+    """Tell of this rank's error; the exit code."""
+    from equigrad.parallel.failure import Cause, watching
+    from equigrad.parallel.ranks import SharedUserError
+
+    users, shared = isinstance(error, UserError), isinstance(error, SharedUserError)
+    lost = not users and _lost_peers(error)
+    text = str(error) if users else "".join(traceback.format_exception(error))
+    if folder is not None:
+        _report(folder, rank, text, users, lost)
+        return 2 if users else 1
+    watch = watching()
+    # Another rank tells, and its telling ends this process; torchrun would end that one if this one left first.
+    if shared and rank:
+        time.sleep(_SHARED_SECONDS)
+        return 2
+    if lost:
+        time.sleep(_CAUSE_SECONDS if watch is not None else 0)
+        text = f"it lost its peers: {str(error).splitlines()[0]}"
+    cause = Cause(rank, text, users, shared)
+    print(cause.shown_on(rank), file=sys.stderr, flush=True)
+    if watch is not None:
+        watch.tell(cause)
+    return cause.code
 
 
 def _end_with(parent: int) -> None:

@@ -44,6 +44,11 @@ class Partition:
         chunks = [part_of(total, 2 * ranks, chunk) for chunk in range(2 * ranks)]
         return cls(tuple((chunks[rank], chunks[-1 - rank]) for rank in range(ranks)))
 
+    @classmethod
+    def of_row(cls, total: int, ranks: int, zigzag: bool) -> "Partition":
+        """How a row lies on its context ranks."""
+        return cls.zigzag(total, ranks) if zigzag else cls.contiguous(total, ranks)
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank."""

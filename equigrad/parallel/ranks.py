@@ -1,11 +1,14 @@
 """Small agreements among ranks. Without a process group this process is the only rank.
 
-Knows nothing of tensors or files.
+Knows nothing of models or files.
 """
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from equigrad.errors import UserError
@@ -62,9 +65,51 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     return value
 
 
-def agree(value: Any, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Check that a value is the same on every rank; the error names the ranks that differ."""
-    values = gather(value, group)
-    different = [rank for rank, other in enumerate(values) if other != values[0]]
-    if different:
-        raise RuntimeError(f"ranks disagree about {what}: ranks {different} differ from rank 0")
+def agree(facts: Mapping[str, Any], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Check that named values (of JSON) are the same on every rank.
+
+    One exchange of a few bytes a value; only where they differ do ranks exchange the values themselves. Raises
+    ``RuntimeError`` on every rank: which ranks differ, in which of ``facts``, and how.
+    """
+    _, size = rank_and_size(group)
+    if size == 1:
+        return
+    mine = torch.frombuffer(bytearray(b"".join(map(_digest, facts.values()))), dtype=torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(theirs, mine, group)
+    if all(torch.equal(mine, other) for other in theirs):
+        return
+    told = [f"{name}: {_differences(values)}" for name, values in _columns(gather(dict(facts), group)).items()
+            if any(value != values[0] for value in values)]  # fmt: skip
+    raise RuntimeError(f"ranks disagree about {what}; " + "; ".join(told))
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()[:16]
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row.get(name) for row in rows] for row in rows for name in row}
+
+
+def _differences(values: Sequence[Any]) -> str:
+    """Which ranks differ from most others (from rank 0, where there are as many on either side), and how."""
+    texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
+    common = max(texts, key=lambda text: (texts.count(text), text == texts[0]))
+    usual = texts.index(common)
+    odd = [rank for rank, text in enumerate(texts) if text != common]
+    shown = f"ranks {', '.join(map(str, odd))} differ" if len(odd) > 1 else f"rank {odd[0]} differs"
+    return f"{shown} from rank {usual} ({_difference(values[odd[0]], values[usual], odd[0], usual)})"
+
+
+def _difference(odd: Any, usual: Any, odd_rank: int, usual_rank: int, key: str = "") -> str:
+    """The first part of two values in which they differ, and what it is on either rank."""
+    if isinstance(odd, dict) and isinstance(usual, dict):
+        name = next(n for n in {**usual, **odd} if odd.get(n) != usual.get(n))
+        return _difference(odd.get(name), usual.get(name), odd_rank, usual_rank, f"{key}.{name}".lstrip("."))
+    if isinstance(odd, list | tuple) and isinstance(usual, list | tuple) and len(odd) == len(usual):
+        at = next(i for i, (x, y) in enumerate(zip(odd, usual, strict=True)) if x != y)
+        return _difference(odd[at], usual[at], odd_rank, usual_rank, f"{key}[{at}]")
+    prefix = f"{key} " if key else ""
+    shown = [text if len(text) <= 60 else f"{text[:60]}…" for text in (str(odd), str(usual))]
+    return f"{prefix}{shown[0]} on rank {odd_rank}, {shown[1]} on rank {usual_rank}"

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from equigrad.config.layout import Layout
 from equigrad.errors import UserError
+from equigrad.parallel import failure
 from equigrad.parallel.collectives import ALONE, Axis
-from equigrad.parallel.environment import ProcessEnv, check_rendezvous, process_env
+from equigrad.parallel.environment import ProcessEnv, check_rendezvous, launched, process_env
 from equigrad.parallel.ranks import SharedUserError, agree, gather, together
 
 
@@ -82,9 +83,9 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def agree(self, value: Any, what: str) -> None:
-        """Check that a value is the same on every rank; the error names the ranks that differ."""
-        agree(value, what, self.control)
+    def agree(self, facts: Mapping[str, Any], what: str) -> None:
+        """Check that named values (of JSON) are the same on every rank; the error names ranks, value and difference."""
+        agree(facts, what, self.control)
 
     def run_where(self, when: bool, action: Callable[[], Any]) -> Any:
         """Run ``action`` on the ranks where ``when`` holds, while the others wait, for days if need be.
@@ -99,8 +100,12 @@ class World:
         if self.size > 1:
             import torch.distributed as dist
 
+            if (watch := failure.watching()) is not None:
+                watch.closing()
             with suppress(Exception):
                 self.sum([0.0])
+            if watch is not None:
+                watch.stop()
             dist.destroy_process_group()
 
 
@@ -120,16 +125,23 @@ def start(layout: Layout) -> World:
         return World(layout, 0, 1, 0, device, None)
     check_rendezvous()
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
+    timeout = timedelta(seconds=layout.timeout_s)
+    store, _, _ = next(rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if not launched():
+        failure.watch(dist.PrefixStore("failure", store.clone()), env.rank, env.world_size)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.PrefixStore("default_pg", store),
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=layout.timeout_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     mesh, axes, expert_mesh = make_mesh(layout, device.type)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=layout.timeout_s))
+    control = dist.new_group(backend="gloo", timeout=timeout)
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     _check_devices(device, patient)
     return World(layout, env.rank, env.world_size, env.local_rank, device, mesh, control, patient, axes, expert_mesh)

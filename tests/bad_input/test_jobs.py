@@ -135,3 +135,35 @@ def test_a_vocabulary_too_small_for_bytes_is_refused(bad: Bad) -> None:
 def test_the_tiny_job_is_good() -> None:
     """The counterpart of all tests above: without a fault the same job runs."""
     assert main(["train", job()]) == 0
+
+
+MISFITS = [
+    ({"tp": 3}, "layout.tp 3 divides key and value heads, and the model has model.num_key_value_heads 2;"
+     " layout.tp can be at most 2"),
+    ({"pp": 3}, "layout.pp 3 x layout.pp_stages 1 = 3 stages need a block each, and the model has"
+     " model.num_hidden_layers 2; with layout.pp_stages 1 layout.pp can be at most 2"),
+    ({"pp": 2, "pp_stages": 2}, "with layout.pp 2 layout.pp_stages can be at most 1, with layout.pp_stages 2 layout.pp"
+     " can be at most 1"),
+    ({"pp_stages": 2}, "layout.pp_stages 2 needs a pipeline, and layout.pp is 1"),
+    ({"ep": 2, "dp_shard": 2}, "layout.ep 2 divides experts, and the model has none; leave layout.ep at 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "complaint"), MISFITS, ids=str)
+def test_a_layout_that_does_not_suit_the_model_is_refused_with_what_would(
+    layout: dict[str, int], complaint: str, bad: Bad, run: Path, model: Path
+) -> None:
+    """Whether the shape is the job's, comes from given weights, or is that of a run to go on with."""
+    words = [word for key, value in layout.items() for word in (f"--layout.{key}", str(value))]
+    for dry in ([], ["--dry-run"]):
+        assert complaint in bad("train", job(), *words, *dry)
+        assert complaint in bad("train", job_from(model), "--data.context", "48", *words, *dry)
+    (run / "job.toml").write_text((run / "job.toml").read_text().replace("[model]", f"[model]\nweights = '{model}'"))
+    assert complaint in bad("train", "--run", run, "--resume", "--train.steps", "4", *words)
+    assert complaint in bad("eval", run, *words)
+    assert complaint in bad("eval", model, "--data.held_out_sources", "good.txt", *words)
+
+
+def test_everything_that_does_not_fit_is_told_at_once(bad: Bad) -> None:
+    found = bad("train", job(), "--layout.tp", "4", "--layout.pp", "5", "--layout.ep", "2")
+    assert [line.rpartition("layout.")[1] != "" for line in found.splitlines()] == [True] * 3

@@ -286,7 +286,6 @@ EXPERTS = ["--model.experts.num_experts", "8"]
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["--layout.pp", "2"], "leave pp at 1"),
         (["--layout.ep", "2"], "layout.ep 2 divides experts, and the model has none"),
         (["--layout.ep", "2", *EXPERTS], "dp_shard 1 x cp 1 = 1; it can be 1"),
         (["--layout.ep", "3", "--layout.dp_shard", "4", *EXPERTS], "dp_shard 4 x cp 1 = 4; it can be 1, 2, 4"),

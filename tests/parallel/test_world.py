@@ -132,7 +132,7 @@ def _collectives() -> list[Any]:
         except SharedUserError as error:
             problems.append(str(error))
     try:
-        world.agree("same" if world.rank != 3 else "other", "the plan")
+        world.agree({"same": 1, "plan": [0, world.rank == 3]}, "the work")
     except RuntimeError as error:
         problems.append(str(error))
     one = world.run_where(world.is_main, lambda: "main only")
@@ -147,7 +147,9 @@ def test_collectives_tell_every_rank_the_same(workers: Pools) -> None:
     results = workers(4).run(_collectives)
     for rank, (total, problems, one) in enumerate(results):
         assert total == [4.0, 6.0]
-        different = "ranks disagree about the plan: ranks [3] differ from rank 0"
+        different = (
+            "ranks disagree about the work; plan: rank 3 differs from rank 0 ([1] True on rank 3, False on rank 0)"
+        )
         own = "ZeroDivisionError" if rank == 1 else "PeerError"
         assert problems == ["the file is gone", "rank 2: the file is gone", different, own]
         assert one == ("main only" if rank == 0 else None)
@@ -156,6 +158,6 @@ def test_collectives_tell_every_rank_the_same(workers: Pools) -> None:
 def test_alone_every_collective_is_the_identity(tmp_path: Path) -> None:
     world = pool_world(tiny_job())
     assert world.sum([2.5]) == [2.5]
-    world.agree("x", "anything")
+    world.agree({"x": 1}, "anything")
     with pytest.raises(UserError, match="no"):
         world.run_where(True, lambda: (_ for _ in ()).throw(UserError("no")))
