@@ -50,16 +50,16 @@ def test_a_router_matches_float64(name: str, tokens: int, biased: bool) -> None:
     experts, row = KINDS[name], Row.of([tokens])
     bias = torch.linspace(-0.2, 0.2, 6) if biased else None
     inputs = [tensor(tokens, 24), tensor(6, 24, seed=1)]
-    routes = ops.router(*inputs, bias, experts, row)
+    routes = ops.router(*inputs, None, bias, experts, row)
     chosen = route_reference(*(t.double() for t in inputs), experts, bias)[1]
     assert torch.equal(routes.experts, chosen)
     assert torch.equal(routes.load.counts, torch.bincount(chosen.flatten(), minlength=6))
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
-        return ops.router(x, w, bias, experts, row).weights
+        return ops.router(x, w, None, bias, experts, row).weights
 
     assert_same(ours, lambda x, w: route_reference(x, w, experts, bias)[0], inputs)
-    share = lambda x, w: ops.router(x, w, bias, experts, row).load.probability  # noqa: E731
+    share = lambda x, w: ops.router(x, w, None, bias, experts, row).load.probability  # noqa: E731
     assert_same(share, lambda x, w: route_reference(x, w, experts, bias)[2], inputs, rtol=5e-6)
 
 
@@ -67,14 +67,14 @@ def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     row = Row.of([40])
     for experts in (make(), make(num_experts=128, num_experts_per_tok=8)):
         weight = torch.zeros(experts.num_experts, 24)
-        routes = ops.router(tensor(40, 24), weight, None, experts, row)
+        routes = ops.router(tensor(40, 24), weight, None, None, experts, row)
         assert torch.equal(routes.experts, torch.arange(experts.num_experts_per_tok).expand(40, -1))
 
 
 def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     row, x, weight = Row.of([40]), tensor(40, 24), tensor(6, 24, seed=1)
     bias = torch.tensor([9.0, 8.0, 7.0, 0.0, 0.0, 0.0])
-    routes = ops.router(x, weight, bias, make(norm_topk_prob=False), row)
+    routes = ops.router(x, weight, None, bias, make(norm_topk_prob=False), row)
     assert torch.equal(routes.experts, torch.arange(3).expand(40, -1))
     torch.testing.assert_close(routes.weights, (x @ weight.t()).softmax(1)[:, :3])
 
@@ -96,10 +96,10 @@ def feed(
     axis: Axis = ALONE,
 ) -> Tensor:
     row = Row.of([len(x)], experts=axis)
-    routes = numerics.router(x, router, None, experts, row)
+    routes = numerics.router(x, router, None, None, experts, row)
     sent, at = numerics.dispatch(x, routes, row)
-    inner = numerics.gated(*numerics.expert_linears(sent, [gate, up], at, row), row)
-    return numerics.combine(*numerics.expert_linears(inner, [down], at, row), routes, at, row)
+    inner = numerics.gated(*numerics.expert_column_linears(sent, [gate, up], [None, None], at, row), row)
+    return numerics.combine(numerics.expert_row_linear(inner, down, None, at, row), routes, at, row)
 
 
 def feed_reference(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: Experts) -> Tensor:
@@ -125,7 +125,7 @@ def test_experts_match_float64(name: str, tokens: int) -> None:
 def test_experts_without_tokens_have_zeros_for_gradients(inner: int, tokens: int) -> None:
     experts = make(moe_intermediate_size=inner, num_experts_per_tok=2)
     x, weights = tensor(tokens, 24), weights_of(experts)
-    chosen = ops.router(x, weights[0], None, experts, Row.of([tokens])).experts.flatten().tolist()
+    chosen = ops.router(x, weights[0], None, None, experts, Row.of([tokens])).experts.flatten().tolist()
     feed(x, *weights, experts).sum().backward()
     assert x.grad is not None
     for weight in weights[1:]:
@@ -234,7 +234,7 @@ def test_shared_experts_match_transformers(gated: bool) -> None:
     theirs = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**TINY | shape))
     named = {n.removeprefix("model.layers.0"): t for n, t in model.state_dict().items() if ".mlp." in n}
     named.setdefault(".mlp.shared_expert_gate.weight", torch.zeros(1, 48))
-    theirs.load_state_dict({n.removeprefix(".mlp."): t for n, t in in_their_names(named).items()})
+    theirs.load_state_dict({n.removeprefix(".mlp."): t for n, t in in_their_names(named, "qwen2_moe").items()})
     x, row = tensor(30, 48), Row.of([30])
     found, _ = model.blocks[0]._feed_experts(x, row)
     wanted = theirs(x[None])[0]
