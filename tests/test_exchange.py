@@ -27,7 +27,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
                                              ("qwen3", torch.float32), ("llama-llama3", torch.float16),
-                                             ("qwen3-moe", torch.bfloat16)])  # fmt: skip
+                                             ("qwen3-moe", torch.bfloat16), ("gpt-oss", torch.bfloat16),
+                                             ("gpt-oss-other", torch.float32)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,7 +211,7 @@ def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
     assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {
-        "llama", "qwen2", "qwen3", "qwen3_moe",
+        "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss",
     }  # fmt: skip
 
 
