@@ -173,8 +173,9 @@ def _fill(placed: Placed, stored: _Stored, where: str) -> None:
     at, index = placed.placement, stored.piece.index
     first = 0 if index is None else 1
     if stored.shape() != at.shape[first:]:
-        raise UserError(f"{where} has shape {tuple(stored.slices.get_shape())}, of which the model needs"
-                        f" {at.shape[first:]}")
+        raise UserError(
+            f"{where} has shape {tuple(stored.slices.get_shape())}, of which the model needs {at.shape[first:]}"
+        )
     target, box = placed.tensor, tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
     if index is not None:
         if not box[0].start <= index < box[0].stop:

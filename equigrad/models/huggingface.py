@@ -56,8 +56,11 @@ _GPT_OSS_EXPERTS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Which part of a parameter something stored is: all of it, or one ``index`` of its first dimension; ``transposed``:
-    with its last two dimensions the other way round."""
+    """Which part of a parameter something stored is.
+
+    index:      of the parameter's first dimension; None: all of the parameter
+    transposed: stored with the last two dimensions the other way round
+    """
 
     parameter: str
     index: int | None = None
@@ -75,7 +78,7 @@ def stored_pieces(config: Model) -> dict[str, Pieces]:
         if config.family == "gpt_oss" and ".mlp." in name:
             pieces |= _gpt_oss_pieces(name)
         elif spec.expert is not None:
-            # ``mlp.experts.gate_proj.weight`` [E, N, K]: ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1...``
+            # Stacked here and apart there: ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1.gate_proj.weight``
             layer, _, matrix = name.partition(".experts.")
             pieces |= {f"{layer}.experts.{e}.{matrix}": (Piece(name, e),) for e in range(spec.shape[0])}
         else:

@@ -91,7 +91,7 @@ def parameter_specs(config: Model) -> dict[str, Spec]:
 
 
 def _expert_specs(at: str, experts: Experts, hidden: int, std: float, out_std: float) -> dict[str, Spec]:
-    """Router and routed experts of a layer. Weights are stacked, [experts, rows, columns], and biases, [experts, rows]."""
+    """Router and routed experts of a layer, stacked: weights [experts, rows, columns] and biases [experts, rows]."""
     number, inner = experts.num_experts, experts.moe_intermediate_size
     into, out, whole = (number, inner, hidden), (number, hidden, inner), Cut(0, number)
     specs = {f"{at}.gate.weight": Spec((number, hidden), "matrix", std)}

@@ -72,7 +72,7 @@ MODELS = {
         tie_word_embeddings=True,
         full_attention_layers=[],
         rope_scaling=None,
-        experts=dict(GPT_OSS_EXPERTS, num_experts=5, moe_intermediate_size=18, swiglu_alpha=1.3, swiglu_limit=7.0),
+        experts=dict(GPT_OSS_EXPERTS, num_experts=5, moe_intermediate_size=20, swiglu_alpha=1.3, swiglu_limit=7.0),
     ),
 }
 
