@@ -32,7 +32,9 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from equigrad.checkpoint.huggingface import model_tensors
     from equigrad.cli import main
+    from equigrad.resolve import find_weights
 
     model = build(make(name))
     reference(model.config, model).to(dtype).save_pretrained(tmp_path / "in", max_shard_size="30KB")
@@ -46,6 +48,11 @@ def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dt
     for key in before:
         assert before[key].dtype == after[key].dtype == dtype
         assert torch.equal(before[key], after[key])
+    imported, read = (dict(model_tensors(find_weights(tmp_path / d))) for d in ("run", "in"))
+    assert imported.keys() == read.keys() == model.state_dict().keys()
+    for key in read:
+        assert read[key].dtype == dtype
+        assert torch.equal(read[key].float(), imported[key])
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / d, dtype=torch.float32) for d in ("in", "out"))
     ids = torch.arange(40)[None]
     with torch.no_grad():

@@ -56,7 +56,7 @@ class Experts(Section):
     norm_topk_prob: bool = True
     """Divide the scores of the chosen experts by their sum; with softmax, that is the softmax over the chosen."""
     bias: bool = False
-    """Bias on every expert's projections (gpt-oss: true)."""
+    """Bias on the projections of every expert that is chosen from (gpt-oss: true)."""
     router_bias: bool = False
     """Bias on the router's logits, trained like any other (gpt-oss: true)."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"

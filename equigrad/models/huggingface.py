@@ -78,7 +78,7 @@ def stored_pieces(config: Model) -> dict[str, Pieces]:
         if config.family == "gpt_oss" and ".mlp." in name:
             pieces |= _gpt_oss_pieces(name)
         elif spec.expert is not None:
-            # Stacked here and apart there: ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1.gate_proj.weight``
+            # Stacked here and apart there: ``experts.0.gate_proj.weight`` [N, K], ``experts.1.gate_proj.weight``, ...
             layer, _, matrix = name.partition(".experts.")
             pieces |= {f"{layer}.experts.{e}.{matrix}": (Piece(name, e),) for e in range(spec.shape[0])}
         else:
@@ -126,7 +126,7 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
     if raw.get("attention_dropout"):
         raise UserError(f"{where}: attention_dropout {raw['attention_dropout']} is not supported")
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "of an unnamed kind")
+        method = dict(raw["quantization_config"]).get("quant_method", "of an unnamed kind")
         raise UserError(
             f"{where}: the weights are quantised ({method}), and quantised weights are not read; load them with"
             " transformers, dequantised to bfloat16, save that, and import the result"

@@ -156,9 +156,11 @@ def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path
         {"tp": 2},
         {"cp": 2},
         {"cp": 2, "cp_strategy": "ulysses"},
+        {"dp_shard": 2},
         {"dp_shard": 2, "ep": 2},
         {"pp": 2},
         {"dp_shard": 2, "ep": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "ep": 2, "pp_schedule": "zero_bubble"},
     ],
     ids=str,
 )
