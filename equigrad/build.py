@@ -42,7 +42,7 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
         # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
         ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
         # And what experts compute on the choices of a row's tokens.
-        for name in ("router", "dispatch", "expert_linears", "combine"):
+        for name in ("router", "dispatch", "expert_column_linears", "expert_row_linear", "combine"):
             setattr(ops, name, torch.compiler.disable(getattr(ops, name)))
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]

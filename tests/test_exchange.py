@@ -27,11 +27,14 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
                                              ("qwen3", torch.float32), ("llama-llama3", torch.float16),
-                                             ("qwen3-moe", torch.bfloat16)])  # fmt: skip
+                                             ("qwen3-moe", torch.bfloat16), ("gpt-oss", torch.bfloat16),
+                                             ("gpt-oss-other", torch.float32)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from equigrad.checkpoint.huggingface import model_tensors
     from equigrad.cli import main
+    from equigrad.resolve import find_weights
 
     model = build(make(name))
     reference(model.config, model).to(dtype).save_pretrained(tmp_path / "in", max_shard_size="30KB")
@@ -45,6 +48,11 @@ def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dt
     for key in before:
         assert before[key].dtype == after[key].dtype == dtype
         assert torch.equal(before[key], after[key])
+    imported, read = (dict(model_tensors(find_weights(tmp_path / d))) for d in ("run", "in"))
+    assert imported.keys() == read.keys() == model.state_dict().keys()
+    for key in read:
+        assert read[key].dtype == dtype
+        assert torch.equal(read[key].float(), imported[key])
     first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / d, dtype=torch.float32) for d in ("in", "out"))
     ids = torch.arange(40)[None]
     with torch.no_grad():
@@ -210,8 +218,49 @@ def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
     assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {
-        "llama", "qwen2", "qwen3", "qwen3_moe",
+        "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_quantised_weights_are_refused(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from equigrad.cli import main
+
+    config = {"model_type": family, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(tmp_path), str(tmp_path / "run")]) == 2
+    assert "the weights are quantised (mxfp4)" in capsys.readouterr().err
+
+
+def test_a_published_gpt_oss_configuration_is_understood() -> None:
+    """The keys of openai/gpt-oss-20b, less the quantisation; and what a file may leave out."""
+    from equigrad.models.huggingface import from_huggingface
+    from equigrad.models.specs import parameter_count
+
+    kinds = ["sliding_attention", "full_attention"] * 12
+    rope = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False}  # fmt: skip
+    raw = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+        "output_router_logits": False, "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": rope,
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+    model = from_huggingface(raw, "config.json")
+    assert parameter_count(model) == 20_914_757_184
+    assert [model.window(i) for i in range(4)] == [128, None, 128, None]
+    assert model.experts is not None
+    assert (model.experts.num_experts, model.experts.router_aux_loss_coef) == (32, 0.0)
+    implied = ("attention_bias", "head_dim", "layer_types", "max_position_embeddings", "rope_scaling", "rope_theta",
+               "sliding_window", "swiglu_limit", "num_experts_per_tok", "rms_norm_eps")  # fmt: skip
+    assert from_huggingface({k: v for k, v in raw.items() if k not in implied}, "config.json") == model
+    balanced = from_huggingface(raw | {"output_router_logits": True}, "config.json")
+    assert balanced.experts is not None
+    assert balanced.experts.router_aux_loss_coef == 0.9
 
 
 def test_mixed_types_survive_the_round_trip(tmp_path: Path) -> None:
@@ -254,8 +303,11 @@ def _weights_on_a_layout(folder: Path, layout: dict[str, int]) -> dict[str, torc
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
-def test_each_rank_reads_its_part_of_the_experts(workers: Any, tmp_path: Path, layout: dict[str, int]) -> None:
-    model = build(make("qwen3-moe"))
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_each_rank_reads_its_part_of_the_experts(
+    workers: Any, tmp_path: Path, name: str, layout: dict[str, int]
+) -> None:
+    model = build(make(name))
     reference(model.config, model).save_pretrained(tmp_path, max_shard_size="30KB")
     for parameters in workers(4).run(_weights_on_a_layout, tmp_path, layout):
         assert parameters.keys() == model.state_dict().keys()
@@ -294,3 +346,19 @@ def test_experts_that_the_family_lacks_are_not_exported(changes: dict[str, Any])
         to_huggingface(config, None, None, "float32")
     with pytest.raises(UserError, match="has no experts"):
         to_huggingface(config.model_copy(update={"family": "qwen3"}), None, None, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_sinks_and_biased_experts_belong_to_gpt_oss(name: str) -> None:
+    from equigrad.errors import UserError
+    from equigrad.models.huggingface import to_huggingface
+
+    other = make(name)
+    with pytest.raises(UserError, match="attention_sinks = True"):
+        to_huggingface(other.model_copy(update={"attention_sinks": True}), None, None, "float32")
+    with pytest.raises(UserError, match="attention_sinks = False"):
+        to_huggingface(other.model_copy(update={"family": "gpt_oss"}), None, None, "float32")
+    if other.experts is not None:
+        biased = other.experts.model_copy(update={"bias": True, "activation": "clamped_swiglu"})
+        with pytest.raises(UserError, match=r"experts\.bias = True, experts\.activation = clamped_swiglu"):
+            to_huggingface(other.model_copy(update={"experts": biased}), None, None, "float32")

@@ -6,6 +6,7 @@ Which stored tensor is which part of a parameter, the model's ``stored_pieces`` 
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from equigrad.checkpoint.state import load, read_tensors
 from equigrad.checkpoint.weights import Weights
 from equigrad.errors import UserError
-from equigrad.models.huggingface import stored_pieces
+from equigrad.models.huggingface import Piece, stored_pieces
 from equigrad.parallel.placement import Placed
 
 _INDEX = "model.safetensors.index.json"
@@ -37,9 +38,11 @@ def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
     _check_names(weights.folder, set(files), set(pieces), weights.model.tie_word_embeddings)
     for path in sorted({files[name] for name in pieces}):
         with _opened(path) as file:
-            for name, piece in sorted(pieces.items()):
-                if files[name] == path and piece.parameter in parameters:
-                    _fill(parameters[piece.parameter], piece.index, file.get_slice(name), name, path)
+            for name, parts in sorted(pieces.items()):
+                for turn, piece in enumerate(parts if files[name] == path else ()):
+                    if piece.parameter in parameters:
+                        stored = _Stored(file.get_slice(name), piece, turn, len(parts))
+                        _fill(parameters[piece.parameter], stored, f"{path}: {name}")
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -87,12 +90,21 @@ def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         yield from huggingface_tensors(weights.folder, pieces)
         return
     names: dict[str, list[str]] = {}
-    for name, piece in pieces.items():
-        names.setdefault(piece.parameter, []).append(name)
+    for name, parts in pieces.items():
+        for piece in parts:
+            names.setdefault(piece.parameter, []).append(name)
+    waiting: dict[str, dict[Piece, Tensor]] = {}
     for parameter, tensor in read_tensors(weights.checkpoint):
         for name in names[parameter]:
-            index = pieces[name].index
-            yield name, tensor if index is None else tensor[index]
+            found = waiting.setdefault(name, {})
+            for piece in pieces[name]:
+                if piece.parameter == parameter:
+                    part = tensor if piece.index is None else tensor[piece.index]
+                    found[piece] = part.mT if piece.transposed else part
+            if len(found) == len(pieces[name]):
+                turns = [found[piece] for piece in pieces[name]]
+                yield name, turns[0] if len(turns) == 1 else torch.stack(turns, -1).flatten(-2)
+                del waiting[name]
 
 
 def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -100,14 +112,16 @@ def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     if weights.checkpoint is not None:
         yield from read_tensors(weights.checkpoint)
         return
-    pieces, stack = stored_pieces(weights.model), list[Tensor]()
-    last = {piece.parameter: name for name, piece in pieces.items()}
+    pieces = stored_pieces(weights.model)
+    last = {piece.parameter: name for name, parts in pieces.items() for piece in parts}
+    stacks: dict[str, list[Tensor]] = {}
     for name, tensor in huggingface_tensors(weights.folder, pieces):
-        piece = pieces[name]
-        stack.append(tensor)
-        if last[piece.parameter] == name:  # pieces of a parameter come one after another
-            yield piece.parameter, tensor if piece.index is None else torch.stack(stack)
-            stack.clear()
+        for turn, piece in enumerate(pieces[name]):
+            part = tensor[..., turn :: len(pieces[name])]
+            stacks.setdefault(piece.parameter, []).append(part.mT if piece.transposed else part)
+            if last[piece.parameter] == name:
+                stack = stacks.pop(piece.parameter)
+                yield piece.parameter, stack[0].contiguous() if piece.index is None else torch.stack(stack)
 
 
 def _opened(path: Path) -> Any:
@@ -128,18 +142,47 @@ def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> 
         raise UserError(f"{folder}: the weights do not fit its config.json ({text})")
 
 
-def _fill(placed: Placed, index: int | None, stored: Any, name: str, path: Path) -> None:
-    """Copy what this rank holds of a stored tensor, which is all of a parameter or one ``index`` of it."""
-    at, first = placed.placement, 0 if index is None else 1
-    if tuple(stored.get_shape()) != at.shape[first:]:
-        raise UserError(f"{path}: {name} has shape {tuple(stored.get_shape())}, the model needs {at.shape[first:]}")
+@dataclass(frozen=True)
+class _Stored:
+    """The elements of a tensor in a file that are one of its pieces: each last index that is ``turn`` modulo
+    ``turns``, and read transposed if the piece says so."""
+
+    slices: Any
+    piece: Piece
+    turn: int
+    turns: int
+
+    def shape(self) -> tuple[int, ...]:
+        """Of the piece, as the parameter has it."""
+        *rest, last = self.slices.get_shape()
+        return self._turned((*rest, last // self.turns if last % self.turns == 0 else -1))
+
+    def read(self, box: tuple[slice, ...]) -> Tensor:
+        """A box of the piece."""
+        *rest, last = self._turned(box)
+        there = self.slices[(*rest, slice(last.start * self.turns, last.stop * self.turns))]
+        there = there[..., self.turn :: self.turns]
+        return there.mT if self.piece.transposed else there
+
+    def _turned(self, dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*dims[:-2], dims[-1], dims[-2]) if self.piece.transposed else dims
+
+
+def _fill(placed: Placed, stored: _Stored, where: str) -> None:
+    """Copy what this rank holds of a stored piece, which is all of a parameter or one index of it."""
+    at, index = placed.placement, stored.piece.index
+    first = 0 if index is None else 1
+    if stored.shape() != at.shape[first:]:
+        raise UserError(
+            f"{where} has shape {tuple(stored.slices.get_shape())}, of which the model needs {at.shape[first:]}"
+        )
     target, box = placed.tensor, tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
     if index is not None:
         if not box[0].start <= index < box[0].stop:
             return
         target = target[index - box[0].start]
     if target.numel():
-        target.copy_(stored[box[first:]])
+        target.copy_(stored.read(box[first:]))
 
 
 def write_huggingface(

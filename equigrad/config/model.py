@@ -37,7 +37,7 @@ class RopeScaling(Section):
 class Experts(Section):
     """Mixture of experts: in sparse layers each token passes through a few of many feed-forward blocks.
 
-    Nothing is dropped, however uneven the loads. Names are those of Qwen and DeepSeek in ``transformers``.
+    Nothing is dropped, however uneven the loads. Names are those of Qwen, DeepSeek and gpt-oss in ``transformers``.
     """
 
     num_experts: int = Field(8, ge=1)
@@ -54,7 +54,18 @@ class Experts(Section):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """What turns the router's logits into scores (DeepSeek-V3: sigmoid)."""
     norm_topk_prob: bool = True
-    """Divide the scores of the chosen experts by their sum."""
+    """Divide the scores of the chosen experts by their sum; with softmax, that is the softmax over the chosen."""
+    bias: bool = False
+    """Bias on the projections of every expert that is chosen from (gpt-oss: true)."""
+    router_bias: bool = False
+    """Bias on the router's logits, trained like any other (gpt-oss: true)."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Between an expert's projections: ``silu(gate) * up``, or, with gate and up clamped,
+    ``gate * sigmoid(swiglu_alpha * gate) * (up + 1)`` (gpt-oss)."""
+    swiglu_alpha: float = 1.702
+    """``clamped_swiglu``: factor inside the sigmoid."""
+    swiglu_limit: float = Field(7.0, gt=0)
+    """``clamped_swiglu``: gate is at most this, up lies within plus and minus this."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Factor on the weights of the chosen experts."""
     decoder_sparse_step: int = Field(1, ge=1)
@@ -85,7 +96,7 @@ class Model(Section):
     weights: str | None = None
     """Start from these weights: a Hugging Face folder, a run folder or a checkpoint folder. The shape then comes from
     there, and shape fields given here as well must agree with it."""
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"] = "llama"
     """Hugging Face family that imports and exports go by; it decides nothing about the shape."""
     vocab_size: int | None = Field(None, ge=2)
     """Rows of the embedding; by default the tokenizer's vocabulary."""
@@ -105,6 +116,8 @@ class Model(Section):
     """Bias on the query, key and value projections (Qwen2: true)."""
     output_bias: bool = False
     """Bias on the attention output projection (Llama with ``attention_bias`` has it, Qwen2 has not)."""
+    attention_sinks: bool = False
+    """One more logit in every softmax of a head, learned, with no value behind it (gpt-oss: true)."""
     mlp_bias: bool = False
     """Bias on the feed-forward projections."""
     qk_norm: bool = False

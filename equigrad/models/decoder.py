@@ -1,4 +1,4 @@
-"""A pre-norm decoder that covers Llama, Qwen2, Qwen3 and Qwen3-MoE, written once on plain tensors and the op set.
+"""A pre-norm decoder for Llama, Qwen2, Qwen3, Qwen3-MoE and gpt-oss, written once on plain tensors and the op set.
 
 It knows its configuration and calls ops; it does not know how it is sharded, how rows are made or what the loss is
 for. Everything a token's result depends on is in the arguments.
@@ -60,7 +60,7 @@ class Block(nn.Module):
             q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
             k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
-        mixed = ops.attention(q, k, v, self.layer, row)
+        mixed = ops.attention(q, k, v, self.layer, row, own.sinks)
         return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
 
     def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
@@ -73,15 +73,20 @@ class Block(nn.Module):
         ops, own, experts = self.ops, self.mlp, self.config.experts
         assert experts is not None
         x, branch = ops.fork(x, row)
-        routes = ops.router(branch, own.gate.weight, own.gate.e_score_correction_bias, experts, row)
+        gate = own.gate
+        routes = ops.router(branch, gate.weight, gate.bias, gate.e_score_correction_bias, experts, row)
         shared = None
         if experts.shared_expert_intermediate_size:
             x, branch = ops.fork(x, row)
             shared = self._feed_shared(branch, experts.shared_expert_gate, row)
         sent, at = ops.dispatch(x, routes, row)
-        gate, up = ops.expert_linears(sent, [own.experts.gate_proj.weight, own.experts.up_proj.weight], at, row)
-        (down,) = ops.expert_linears(ops.gated(gate, up, row), [own.experts.down_proj.weight], at, row)
-        routed = ops.combine(down, routes, at, row)
+        into, out = (own.experts.gate_proj, own.experts.up_proj), own.experts.down_proj
+        gate, up = ops.expert_column_linears(sent, [p.weight for p in into], [p.bias for p in into], at, row)
+        if experts.activation == "swiglu":
+            inner = ops.gated(gate, up, row)
+        else:
+            inner = ops.clamped_gated(gate, up, experts.swiglu_alpha, experts.swiglu_limit, row)
+        routed = ops.combine(ops.expert_row_linear(inner, out.weight, out.bias, at, row), routes, at, row)
         return routed if shared is None else ops.add(routed, shared, row), routes.load
 
     def _feed_shared(self, x: Tensor, gated: bool, row: Row) -> Tensor:
@@ -93,15 +98,17 @@ class Block(nn.Module):
 
 
 class _Holder(nn.Module):
-    """A name space for parameters; a bias that the model lacks reads as None."""
+    """A name space for parameters; a bias, or sinks, that the model lacks read as None."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    sinks: nn.Parameter | None
     e_score_correction_bias: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_parameter("bias", None)
+        self.register_parameter("sinks", None)
         self.register_buffer("e_score_correction_bias", None)
 
 

@@ -1,5 +1,5 @@
-"""The mapping between our models and Hugging Face folders, for Llama, Qwen2, Qwen3 and Qwen3-MoE: what ``config.json``
-says, and which stored tensor is which part of which parameter. Torch-free.
+"""The mapping between our models and Hugging Face folders, for Llama, Qwen2, Qwen3, Qwen3-MoE and gpt-oss: what
+``config.json`` says, and which stored tensor is which part of which parameters. Torch-free.
 """
 
 import json
@@ -18,6 +18,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -34,33 +35,70 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-
-
 _EXPERTS = (
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
     "mlp_only_layers", "router_aux_loss_coef",
 )  # fmt: skip
+# What a file of this family means by what it leaves out, where that is not what it means in the other families.
+_GPT_OSS = {
+    "head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+    "rope_theta": 150000.0, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
+# gpt-oss has these, whatever its file says.
+_GPT_OSS_EXPERTS = {
+    "bias": True, "router_bias": True, "activation": "clamped_swiglu", "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Which part of a parameter a stored tensor is: all of it, or one index of its first dimension."""
+    """Which part of a parameter something stored is.
+
+    index:      of the parameter's first dimension; None: all of the parameter
+    transposed: stored with the last two dimensions the other way round
+    """
 
     parameter: str
     index: int | None = None
+    transposed: bool = False
 
 
-def stored_pieces(config: Model) -> dict[str, Piece]:
-    """Every tensor of a Hugging Face folder of this model, in model order. Experts are stacked in ours and apart there:
-    ``mlp.experts.gate_proj.weight`` [E, N, K] is ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1. ...``"""
-    pieces: dict[str, Piece] = {}
+Pieces = tuple[Piece, ...]
+"""What a stored tensor holds: one piece, or several whose elements take turns in its last dimension."""
+
+
+def stored_pieces(config: Model) -> dict[str, Pieces]:
+    """Every tensor of a Hugging Face folder of this model, in model order."""
+    pieces: dict[str, Pieces] = {}
     for name, spec in parameter_specs(config).items():
-        if spec.role == "experts":
+        if config.family == "gpt_oss" and ".mlp." in name:
+            pieces |= _gpt_oss_pieces(name)
+        elif spec.expert is not None:
+            # Stacked here and apart there: ``experts.0.gate_proj.weight`` [N, K], ``experts.1.gate_proj.weight``, ...
             layer, _, matrix = name.partition(".experts.")
-            pieces |= {f"{layer}.experts.{e}.{matrix}": Piece(name, e) for e in range(spec.shape[0])}
+            pieces |= {f"{layer}.experts.{e}.{matrix}": (Piece(name, e),) for e in range(spec.shape[0])}
         else:
-            pieces[name] = Piece(name)
+            pieces[name] = (Piece(name),)
     return pieces
+
+
+def _gpt_oss_pieces(name: str) -> dict[str, Pieces]:
+    """Experts are stacked as in ours, but input first: ``down_proj`` [E, K, N] and ``down_proj_bias`` [E, N]; gate and
+    up are one, ``gate_up_proj`` [E, K, 2 N], in turns. The router is called so."""
+    layer, _, own = name.partition(".mlp.")
+    if not own.startswith("experts."):
+        return {f"{layer}.mlp.{own.replace('gate', 'router')}": (Piece(name),)}
+    _, matrix, kind = own.split(".")
+    weight = kind == "weight"
+    parts = [name.replace("gate_proj", p) for p in ("gate_proj", "up_proj")] if matrix == "gate_proj" else [name]
+    if matrix == "up_proj":
+        return {}  # told with its gate
+    stored = matrix.replace("gate_proj", "gate_up_proj") + ("" if weight else "_bias")
+    return {f"{layer}.mlp.experts.{stored}": tuple(Piece(part, transposed=weight) for part in parts)}
 
 
 def read_config(folder: Path) -> Model:
@@ -87,6 +125,14 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
         raise UserError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; these families use silu")
     if raw.get("attention_dropout"):
         raise UserError(f"{where}: attention_dropout {raw['attention_dropout']} is not supported")
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "of an unnamed kind")
+        raise UserError(
+            f"{where}: the weights are quantised ({method}), and quantised weights are not read; load them with"
+            " transformers, dequantised to bfloat16, save that, and import the result"
+        )
+    if family == "gpt_oss":
+        raw = _GPT_OSS | {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
     values = {key: raw[key] for key in _SAME if raw.get(key) is not None}
     values["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings", False))
     biased = bool(raw.get("attention_bias", False))
@@ -99,6 +145,8 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
     }
     if family == "qwen3_moe":
         values["experts"] = _expert_values(raw)
+    if family == "gpt_oss":
+        values |= {"attention_sinks": True, "experts": _gpt_oss_experts(raw)}
     if family == "qwen3":
         values.setdefault("head_dim", 128)
     values |= _rope_values(raw, where) | _window_values(raw, family)
@@ -118,6 +166,18 @@ def _expert_values(raw: dict[str, Any]) -> dict[str, Any]:
     if raw.get("num_local_experts") is not None:  # as transformers 5 calls it
         given["num_experts"] = raw["num_local_experts"]
     return defaults | given
+
+
+def _gpt_oss_experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The experts of a gpt-oss. Its file names a coefficient even where it is not in use."""
+    return _GPT_OSS_EXPERTS | {
+        "num_experts": raw["num_local_experts"],
+        "num_experts_per_tok": raw["num_experts_per_tok"],
+        "moe_intermediate_size": raw.get("intermediate_size", 2880),
+        "swiglu_alpha": raw["swiglu_alpha"],
+        "swiglu_limit": raw["swiglu_limit"],
+        "router_aux_loss_coef": raw["router_aux_loss_coef"] if raw.get("output_router_logits") else 0.0,
+    }
 
 
 def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
@@ -141,9 +201,11 @@ def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
 def _window_values(raw: dict[str, Any], family: str) -> dict[str, Any]:
     """The sliding window, where it is switched on, and the layers without it."""
     layers, window = raw.get("num_hidden_layers", 0), raw.get("sliding_window")
-    if family == "llama" or window is None or not raw.get("use_sliding_window", False):
+    if family == "llama" or window is None or not raw.get("use_sliding_window", family == "gpt_oss"):
         return {}
     kinds = raw.get("layer_types")
+    if family == "gpt_oss" and kinds is None:
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     if family == "qwen3_moe":
         kinds = ["sliding_attention"] * layers
     if kinds is None:
@@ -168,16 +230,24 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
         rope |= {key: given[key] for key in _ROPE_KEYS[given["kind"]] if key in given}
         raw["rope_scaling"] = rope
     raw["rope_parameters"] = rope | {"rope_theta": config.rope_theta}
+    kinds = ["full_attention" if config.window(i) is None else "sliding_attention"
+             for i in range(config.num_hidden_layers)]  # fmt: skip
     if config.family == "llama":
         raw |= {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    elif config.family == "gpt_oss":
+        assert config.experts is not None
+        experts = config.experts
+        raw |= {"attention_bias": config.attention_bias, "sliding_window": config.sliding_window, "layer_types": kinds,
+                "intermediate_size": experts.moe_intermediate_size, "num_local_experts": experts.num_experts,
+                "num_experts_per_tok": experts.num_experts_per_tok, "swiglu_alpha": experts.swiglu_alpha,
+                "swiglu_limit": experts.swiglu_limit, "router_aux_loss_coef": experts.router_aux_loss_coef,
+                "output_router_logits": experts.router_aux_loss_coef > 0}  # fmt: skip
     elif config.experts is not None:
         raw |= {key: getattr(config.experts, key) for key in _EXPERTS}
         window = config.sliding_window
         raw |= {"attention_bias": config.attention_bias, "output_router_logits": False,
                 "use_sliding_window": window is not None, "sliding_window": window}  # fmt: skip
     else:
-        kinds = ["full_attention" if config.window(i) is None else "sliding_attention"
-                 for i in range(config.num_hidden_layers)]  # fmt: skip
         raw |= {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window,
                 "layer_types": kinds, "max_window_layers": kinds.count("full_attention")}  # fmt: skip
     if config.family == "qwen3":
@@ -193,12 +263,16 @@ def _check_family(config: Model) -> None:
         "qwen3": {"qk_norm": True, "output_bias": config.attention_bias, "mlp_bias": False},
     }
     rules["qwen3_moe"] = rules["qwen3"] | {"full_attention_layers": []}
-    wrong = [f"{key} = {getattr(config, key)}" for key, value in rules[family].items() if getattr(config, key) != value]
-    if (config.experts is not None) != (family == "qwen3_moe"):
+    rules["gpt_oss"] = {"qk_norm": False, "output_bias": config.attention_bias}
+    rule = rules[family] | {"attention_sinks": family == "gpt_oss"}
+    wrong = [f"{key} = {getattr(config, key)}" for key, value in rule.items() if getattr(config, key) != value]
+    if (config.experts is not None) != (family in ("qwen3_moe", "gpt_oss")):
         wrong.append("experts" if config.experts is not None else "model without experts")
     elif config.experts is not None:
         only = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_intermediate_size": 0,
                 "router_bias_update_rate": None}  # fmt: skip
+        of_qwen = {"bias": False, "router_bias": False, "activation": "swiglu"}
+        only |= _GPT_OSS_EXPERTS if family == "gpt_oss" else of_qwen
         wrong += [f"experts.{key} = {getattr(config.experts, key)}" for key, value in only.items()
                   if getattr(config.experts, key) != value]  # fmt: skip
     if wrong:

@@ -1,7 +1,7 @@
 """Every parameter of a decoder, from its configuration alone: name, global shape, role, initial spread.
 
 Torch-free, so that planners and dry runs can use it. Names are those of Hugging Face checkpoints of the Llama, Qwen2
-and Qwen3 families, which makes import and export a plain copy; only experts are stacked here and apart there.
+and Qwen3 families, which makes import and export a plain copy; only experts are stored otherwise there.
 """
 
 import math
@@ -70,6 +70,9 @@ def parameter_specs(config: Model) -> dict[str, Spec]:
             norm(f"{at}.self_attn.k_norm", head)
         inputs = config.num_attention_heads * head
         linear(f"{at}.self_attn.o_proj", hidden, inputs, out_std, config.output_bias, Cut(1, groups))
+        if config.attention_sinks:
+            heads = config.num_attention_heads
+            specs[f"{at}.self_attn.sinks"] = Spec((heads,), "vector", std, tensor=Cut(0, groups))
         norm(f"{at}.post_attention_layernorm", hidden)
         if config.is_sparse(layer):
             assert config.experts is not None
@@ -88,15 +91,21 @@ def parameter_specs(config: Model) -> dict[str, Spec]:
 
 
 def _expert_specs(at: str, experts: Experts, hidden: int, std: float, out_std: float) -> dict[str, Spec]:
-    """Router and routed experts of a layer. The experts' weights are stacked, [experts, rows, columns]."""
+    """Router and routed experts of a layer, stacked: weights [experts, rows, columns] and biases [experts, rows]."""
     number, inner = experts.num_experts, experts.moe_intermediate_size
     into, out, whole = (number, inner, hidden), (number, hidden, inner), Cut(0, number)
     specs = {f"{at}.gate.weight": Spec((number, hidden), "matrix", std)}
+    if experts.router_bias:
+        specs[f"{at}.gate.bias"] = Spec((number,), "vector")
     if experts.router_bias_update_rate is not None:
         specs[f"{at}.gate.e_score_correction_bias"] = Spec((number,), "state")
     for which in "gate", "up":
         specs[f"{at}.experts.{which}_proj.weight"] = Spec(into, "experts", std, tensor=Cut(1, inner), expert=whole)
+        if experts.bias:
+            specs[f"{at}.experts.{which}_proj.bias"] = Spec(into[:2], "vector", tensor=Cut(1, inner), expert=whole)
     specs[f"{at}.experts.down_proj.weight"] = Spec(out, "experts", out_std, tensor=Cut(2, inner), expert=whole)
+    if experts.bias:
+        specs[f"{at}.experts.down_proj.bias"] = Spec(out[:2], "vector", expert=whole)
     if experts.shared_expert_gate:
         specs[f"{at}.shared_expert_gate.weight"] = Spec((1, hidden), "matrix", std)
     return specs

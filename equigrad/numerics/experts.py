@@ -20,9 +20,9 @@ from equigrad.parallel.collectives import Axis, all_to_all, exchange
 from equigrad.parallel.partition import even
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts) -> Routes:
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts) -> Routes:
     """See ``Ops.router``."""
-    weights, probability, chosen, counts = _Router.apply(x, weight, bias, experts)
+    weights, probability, chosen, counts = _Router.apply(x, weight, bias, correction, experts)
     return Routes(chosen, weights, Load(counts, probability))
 
 
@@ -31,12 +31,14 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits = x.float() @ weight.float().t()
+        if bias is not None:
+            logits += bias.float()
         softmax = experts.scoring_func == "softmax"
         scores = logits.softmax(1) if softmax else logits.sigmoid()
-        ranked = scores if bias is None else scores + bias
+        ranked = scores if correction is None else scores + correction
         # A stable sort and not topk, which promises nothing of equals.
         chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, : experts.num_experts_per_tok].contiguous()
         weights = scores.gather(1, chosen)
@@ -46,7 +48,7 @@ class _Router(torch.autograd.Function):
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         probability = (scores if softmax else scores / _total(scores)).sum(0)
         ctx.mark_non_differentiable(chosen, counts)
-        ctx.save_for_backward(x, weight, scores, chosen)
+        ctx.save_for_backward(x, weight, bias, scores, chosen)
         ctx.experts = experts
         return weights * experts.routed_scaling_factor, probability, chosen, counts
 
@@ -54,8 +56,8 @@ class _Router(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, dweights: Tensor, dprobability: Tensor, *_: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, scores, chosen = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight, bias, scores, chosen = ctx.saved_tensors
         dchosen = dweights * ctx.experts.routed_scaling_factor
         if ctx.experts.norm_topk_prob:
             dchosen = _normalised_gradient(scores.gather(1, chosen), dchosen)
@@ -67,10 +69,12 @@ class _Router(torch.autograd.Function):
             dscores += _normalised_gradient(scores, dprobability.expand_as(scores))
             dlogits = dscores * scores * (1 - scores)
         dx = (dlogits @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        dw = None
+        dw = db = None
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(weight, lambda: (dlogits.t() @ x.float()).to(weight.dtype))
-        return dx, dw, None, None
+        if ctx.needs_input_grad[2]:
+            db = weight_gradient(bias, lambda: dlogits.sum(0).to(bias.dtype))
+        return dx, dw, db, None, None
 
 
 def _total(scores: Tensor) -> Tensor:
@@ -184,27 +188,55 @@ class _WeightedSum(torch.autograd.Function):
         return (copies * weights.flatten()[order, None]).to(x.dtype), dweights, None, None
 
 
+def pairs(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Weight, bias, weight, bias, ..."""
+    return [t for pair in zip(weights, biases, strict=True) for t in pair]
+
+
 class ExpertLinears(torch.autograd.Function):
-    """One input, sorted by expert, several stacked weights. An expert without tokens has zeros for a gradient."""
+    """One input, sorted by expert, several stacked weights and biases, as ``pairs`` has them. An expert without tokens
+    has zeros for a gradient, and so has a bias that is not ``added``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, ends, *weights)
-        return tuple(_grouped(x, weight.to(x.dtype).transpose(1, 2), ends) for weight in weights)
+    def forward(ctx: Any, x: Tensor, ends: Tensor, added: bool, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, ends, *pairs)
+        ctx.added = added
+        outputs = []
+        for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
+            assert weight is not None
+            y = _grouped(x, weight.to(x.dtype).transpose(1, 2), ends)
+            outputs.append(y if bias is None or not added else y.add_(bias.to(y.dtype)[_expert_of_copy(ends, len(y))]))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
+        x, ends, *pairs = ctx.saved_tensors
         dx: Tensor | None = None
-        gradients = []
-        for weight, dy, needed in zip(weights, dys, ctx.needs_input_grad[2:], strict=True):
+        gradients: list[Tensor | None] = []
+        for index, dy in enumerate(dys):
+            weight, bias = pairs[2 * index], pairs[2 * index + 1]
+            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
             if ctx.needs_input_grad[0]:
                 part = _grouped(dy, weight.to(dy.dtype), ends)
                 dx = part if dx is None else dx.add_(part)
             of_weight = partial(_expert_weight_gradient, dy, x, ends, weight)
-            gradients.append(weight_gradient(weight, of_weight) if needed else None)
-        return (dx, None, *gradients)
+            of_bias = partial(_expert_bias_gradient, dy if ctx.added else dy[:0], ends, bias)
+            gradients.append(weight_gradient(weight, of_weight) if needs_weight else None)
+            gradients.append(weight_gradient(bias, of_bias) if needs_bias else None)
+        return (dx, None, None, *gradients)
+
+
+def _expert_of_copy(ends: Tensor, copies: int) -> Tensor:
+    """[copies] int64: whose each dispatched copy is."""
+    return torch.searchsorted(ends, torch.arange(copies, dtype=ends.dtype, device=ends.device), right=True)
+
+
+def _expert_bias_gradient(dy: Tensor, ends: Tensor, like: Tensor) -> Tensor:
+    """[experts, N], the sum of each expert's run of ``dy`` [tokens, N]. As a product, for it asks nothing of the host
+    and has one order of sums."""
+    chosen = F.one_hot(_expert_of_copy(ends, len(dy)), len(ends)).float()
+    return (chosen.t() @ dy.float()).to(like.dtype)
 
 
 def _expert_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor, like: Tensor) -> Tensor:

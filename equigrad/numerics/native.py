@@ -20,7 +20,7 @@ from equigrad.config.model import Experts
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention
 from equigrad.numerics.deferred import is_deferred, weight_gradient
-from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, route
+from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, pairs, route
 from equigrad.numerics.ops import AttentionLayer, RotaryTable
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
@@ -50,8 +50,7 @@ class NativeOps:
     def column_linears(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
     ) -> tuple[Tensor, ...]:
-        pairs = [t for pair in zip(weights, biases, strict=True) for t in pair]
-        return _Linears.apply(gather(x, row.tensor), self.dtype, *pairs)
+        return _Linears.apply(gather(x, row.tensor), self.dtype, *pairs(weights, biases))
 
     def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
         if row.tensor is None:
@@ -85,8 +84,13 @@ class NativeOps:
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return _Gated.apply(gate, up)
 
-    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts, row: Row) -> Routes:
-        return route(x, weight, bias, experts)
+    def clamped_gated(self, gate: Tensor, up: Tensor, alpha: float, limit: float, row: Row) -> Tensor:
+        return _ClampedGated.apply(gate, up, alpha, limit)
+
+    def router(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts, row: Row
+    ) -> Routes:
+        return route(x, weight, bias, correction, experts)
 
     def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
         # Tensor ranks cut every expert, so each needs all tokens. They are gathered before they are copied, once and
@@ -94,8 +98,14 @@ class NativeOps:
         chosen = gather(routes.experts, row.tensor)
         return dispatch(gather(x, row.tensor), chosen, len(routes.load.counts), self.dtype, row.experts)
 
-    def expert_linears(self, x: Tensor, weights: Sequence[Tensor], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
-        return ExpertLinears.apply(x, at.ends, *weights)
+    def expert_column_linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], at: Dispatch, row: Row
+    ) -> tuple[Tensor, ...]:
+        return ExpertLinears.apply(x, at.ends, True, *pairs(weights, biases))
+
+    def expert_row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, at: Dispatch, row: Row) -> Tensor:
+        # The results of the tensor ranks are added, the bias with them: so one of them alone adds it.
+        return ExpertLinears.apply(x, at.ends, row.tensor is None or row.tensor.rank == 0, weight, bias)[0]
 
     def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:
         return reduce_scatter(combine(x, gather(routes.weights, row.tensor), at, row.experts), row.tensor)
@@ -271,6 +281,28 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+
+
+class _ClampedGated(torch.autograd.Function):
+    """Saves gate and up only; computes in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.alpha, ctx.limit = alpha, limit
+        g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        return torch.sigmoid(alpha * g).mul_(g).mul_(u.add_(1)).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        alpha, limit, dy = ctx.alpha, ctx.limit, dy.float()
+        g, u = gate.float().clamp(max=limit), up.float().clamp(-limit, limit)
+        open_ = torch.sigmoid(alpha * g)
+        dgate = dy * (u + 1) * open_ * (1 + alpha * g * (1 - open_)) * (gate <= limit)
+        dup = dy * g * open_ * (up.abs() <= limit)
+        return dgate.to(gate.dtype), dup.to(up.dtype), None, None
 
 
 class _Select(torch.autograd.Function):

@@ -88,9 +88,17 @@ class Ops(Protocol):
         """SwiGLU: ``silu(gate) * up``."""
         ...
 
-    def router(self, x: Tensor, weight: Tensor, bias: Tensor | None, experts: Experts, row: Row) -> Routes:
-        """Whom each token of ``x`` [T, H] chooses: scores of ``x`` times ``weight`` [E, H] transposed, in float32, and
-        of them the best k, or with ``bias`` [E] those that are best with it. Of equals the lower index is chosen."""
+    def clamped_gated(self, gate: Tensor, up: Tensor, alpha: float, limit: float, row: Row) -> Tensor:
+        """SwiGLU of gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, with ``gate`` first clamped to at most
+        ``limit`` and ``up`` to within ``-limit .. limit``. What is clamped has no gradient."""
+        ...
+
+    def router(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts, row: Row
+    ) -> Routes:
+        """Whom each token of ``x`` [T, H] chooses: scores of ``x`` times ``weight`` [E, H] transposed, plus ``bias``
+        [E], in float32, and of them the best k, or with ``correction`` [E] those that are best with it. Of equals the
+        lower index is chosen."""
         ...
 
     def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
@@ -100,9 +108,16 @@ class Ops(Protocol):
         """
         ...
 
-    def expert_linears(self, x: Tensor, weights: Sequence[Tensor], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
-        """Dispatched ``x`` [copies, K] times their expert's matrix of each ``weight`` [E, N, K] transposed ->
-        [copies, N] each."""
+    def expert_column_linears(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], at: Dispatch, row: Row
+    ) -> tuple[Tensor, ...]:
+        """Into the experts: dispatched ``x`` [copies, K] times their expert's matrix of each ``weight`` [E, N, K]
+        transposed, plus its row of ``bias`` [E, N] -> [copies, N] each."""
+        ...
+
+    def expert_row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, at: Dispatch, row: Row) -> Tensor:
+        """Out of the experts: ``x`` [copies, K], ``weight`` [E, N, K], ``bias`` [E, N] -> [copies, N]. Where ranks
+        share every expert's features, this is a rank's part of the sum that ``combine`` makes."""
         ...
 
     def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:

@@ -54,7 +54,7 @@ def _expert_placement(world: World, experts: set[nn.Parameter]) -> Callable[[nn.
         if parameter not in experts:
             return None
         # Few experts on many ranks would leave some with none; then each rank has a part of every expert.
-        number, rows, _ = parameter.shape
+        number, rows = parameter.shape[:2]
         dim = Shard(1 if number % ranks and rows % ranks == 0 else 0)
         return dim if info is None else ShardPlacementResult(dim, info)
 

@@ -105,7 +105,7 @@ def test_loads_even_out(way: str) -> None:
     weight.requires_grad_()
     uneven = []
     for _ in range(100):
-        load = NativeOps().router(x, weight, bias, experts, Row.of([200])).load
+        load = NativeOps().router(x, weight, None, bias, experts, Row.of([200])).load
         if way == "term":
             load_balance([load.probability], balance.shares([0]), 1, 200).backward()
             with torch.no_grad():

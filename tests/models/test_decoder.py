@@ -24,6 +24,16 @@ TINY: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=128,
 )  # fmt: skip
 LLAMA3 = dict(kind="llama3", factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
+GPT_OSS_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, bias=True, router_bias=True,
+    activation="clamped_swiglu",
+)  # fmt: skip
+GPT_OSS: dict[str, Any] = dict(
+    family="gpt_oss", head_dim=16, attention_bias=True, output_bias=True, attention_sinks=True, sliding_window=8,
+    full_attention_layers=[1], rope_theta=150000.0,
+    rope_scaling=dict(kind="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    experts=GPT_OSS_EXPERTS,
+)  # fmt: skip
 MODELS = {
     "llama": dict(family="llama"),
     "llama-tied-biased": dict(
@@ -54,7 +64,19 @@ MODELS = {
             num_experts=5, num_experts_per_tok=2, moe_intermediate_size=18, norm_topk_prob=False, decoder_sparse_step=2
         ),
     ),
+    "gpt-oss": dict(GPT_OSS, experts=dict(GPT_OSS_EXPERTS, swiglu_limit=0.5)),
+    "gpt-oss-other": dict(
+        GPT_OSS,
+        attention_bias=False,
+        output_bias=False,
+        tie_word_embeddings=True,
+        full_attention_layers=[],
+        rope_scaling=None,
+        experts=dict(GPT_OSS_EXPERTS, num_experts=5, moe_intermediate_size=20, swiglu_alpha=1.3, swiglu_limit=7.0),
+    ),
 }
+
+TRAINED = ["llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window", "gpt-oss", "gpt-oss-other"]
 
 
 def make(name: str) -> Model:
@@ -66,9 +88,9 @@ def build(config: Model, seed: int = 1, dtype: torch.dtype = torch.float32) -> D
     model.to_empty(device="cpu")
     model.initialize(seed)
     with torch.no_grad():  # vectors start at 0 and 1, which would hide mistakes
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += torch.linspace(-0.3, 0.3, len(parameter))
+        for name, parameter in model.named_parameters():
+            if model.specs[name].role == "vector":
+                parameter += torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter)
     return model
 
 
@@ -81,14 +103,16 @@ def reference(config: Model, model: Decoder) -> Any:
     wanted = AutoConfig.for_model(family, **raw)
     wanted._experts_implementation = "eager"
     hf = AutoModelForCausalLM.from_config(wanted, attn_implementation="eager")
-    missing, unexpected = hf.load_state_dict(in_their_names(model.state_dict()), strict=False)
+    missing, unexpected = hf.load_state_dict(in_their_names(model.state_dict(), family), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     return hf.eval()
 
 
-def in_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As ``transformers`` holds them in memory: experts stacked, gate above up."""
+def in_their_names(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+    """As ``transformers`` holds them in memory: experts stacked, gate above up, or in turns with it."""
+    if family == "gpt_oss":
+        return in_gpt_oss_names(tensors)
     named = dict(tensors)
     for name in [n for n in named if ".experts." in n]:
         value, at = named.pop(name), name.removesuffix(".weight")
@@ -96,6 +120,19 @@ def in_their_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             value = torch.cat([value, tensors[name.replace("gate_proj", "up_proj")]], 1)
         if "up_proj" not in name:
             named[at.replace("gate_proj", "gate_up_proj")] = value
+    return named
+
+
+def in_gpt_oss_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    named = {n.replace("mlp.gate.", "mlp.router."): t for n, t in tensors.items() if ".experts." not in n}
+    for name in tensors:
+        if name.endswith(".experts.gate_proj.weight"):
+            at = name.removesuffix(".gate_proj.weight")
+            for kind, ending in ("weight", ""), ("bias", "_bias"):
+                gate, up, down = (tensors[f"{at}.{p}_proj.{kind}"] for p in ("gate", "up", "down"))
+                both = torch.stack([gate, up], 2).flatten(1, 2)  # rows in turns
+                named[f"{at}.gate_up_proj{ending}"] = both.mT if kind == "weight" else both
+                named[f"{at}.down_proj{ending}"] = down.mT if kind == "weight" else down
     return named
 
 
@@ -115,7 +152,7 @@ def test_logits_match_transformers_packed_or_not(name: str) -> None:
             torch.testing.assert_close(logits, right, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_match_transformers(name: str) -> None:
     config = make(name)
     model = build(config)
@@ -126,7 +163,7 @@ def test_gradients_match_transformers(name: str) -> None:
     theirs = dict(hf.named_parameters())
     # A key bias moves all scores of a query alike, so its gradient is zero up to rounding: hence the floor.
     floor = 1e-4 * max(p.grad.abs().max().item() for p in theirs.values())
-    for name, gradient in in_their_names({n: p.grad for n, p in model.named_parameters()}).items():
+    for name, gradient in in_their_names({n: p.grad for n, p in model.named_parameters()}, config.family).items():
         scale = max(floor, theirs[name].grad.abs().max().item())
         torch.testing.assert_close(gradient, theirs[name].grad, rtol=0, atol=2e-5 * scale)
 
@@ -163,7 +200,7 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_a_row_without_tokens_gives_zero_gradients_for_every_parameter() -> None:
-    for name in ("llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window"):
+    for name in TRAINED:
         model = build(make(name))
         empty = torch.zeros(0, dtype=torch.int64)
         model(empty, Row.of([]), empty).sum().backward()

@@ -10,7 +10,7 @@ from tests.models.test_decoder import build, greedy_without_cache, make, referen
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2", "qwen3", "gpt-oss", "gpt-oss-other"])
 def test_greedy_equals_transformers(name: str) -> None:
     model = build(make(name))
     hf = reference(model.config, model)
@@ -27,7 +27,7 @@ def test_greedy_equals_transformers(name: str) -> None:
         assert output == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen2-window", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2-window", "qwen3", "gpt-oss"])
 def test_greedy_equals_decoding_without_a_cache(name: str) -> None:
     model = build(make(name))
     with torch.no_grad():

@@ -50,31 +50,58 @@ def test_a_router_matches_float64(name: str, tokens: int, biased: bool) -> None:
     experts, row = KINDS[name], Row.of([tokens])
     bias = torch.linspace(-0.2, 0.2, 6) if biased else None
     inputs = [tensor(tokens, 24), tensor(6, 24, seed=1)]
-    routes = ops.router(*inputs, bias, experts, row)
+    routes = ops.router(*inputs, None, bias, experts, row)
     chosen = route_reference(*(t.double() for t in inputs), experts, bias)[1]
     assert torch.equal(routes.experts, chosen)
     assert torch.equal(routes.load.counts, torch.bincount(chosen.flatten(), minlength=6))
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
-        return ops.router(x, w, bias, experts, row).weights
+        return ops.router(x, w, None, bias, experts, row).weights
 
     assert_same(ours, lambda x, w: route_reference(x, w, experts, bias)[0], inputs)
-    share = lambda x, w: ops.router(x, w, bias, experts, row).load.probability  # noqa: E731
+    share = lambda x, w: ops.router(x, w, None, bias, experts, row).load.probability  # noqa: E731
     assert_same(share, lambda x, w: route_reference(x, w, experts, bias)[2], inputs, rtol=5e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("tokens", [0, 50])
+def test_a_router_with_a_bias_matches_float64(name: str, tokens: int) -> None:
+    experts, row = KINDS[name], Row.of([tokens])
+    inputs = [tensor(tokens, 24), tensor(6, 24, seed=1), tensor(6, seed=2)]
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        # One more feature, always 1, which the bias is the weight of.
+        one = torch.ones(len(x), 1, dtype=x.dtype)
+        return route_reference(torch.cat([x, one], 1), torch.cat([weight, bias[:, None]], 1), experts)
+
+    chosen = reference(*(t.double() for t in inputs))[1]
+    assert torch.equal(ops.router(*inputs, None, experts, row).experts, chosen)
+    weights = lambda *t: ops.router(*t, None, experts, row).weights  # noqa: E731
+    assert_same(weights, lambda *t: reference(*t)[0], inputs, rtol=5e-6)
+    share = lambda *t: ops.router(*t, None, experts, row).load.probability  # noqa: E731
+    assert_same(share, lambda *t: reference(*t)[2], inputs, rtol=5e-6)
+
+
+def test_normalised_softmax_scores_are_the_softmax_over_the_chosen() -> None:
+    x, weight, bias = tensor(50, 24), tensor(6, 24, seed=1), tensor(6, seed=2)
+    routes = ops.router(x, weight, bias, None, make(), Row.of([50]))
+    best = F.linear(x, weight, bias).topk(3, 1)
+    assert torch.equal(routes.experts, best.indices)
+    torch.testing.assert_close(routes.weights, best.values.softmax(1))
 
 
 def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     row = Row.of([40])
     for experts in (make(), make(num_experts=128, num_experts_per_tok=8)):
         weight = torch.zeros(experts.num_experts, 24)
-        routes = ops.router(tensor(40, 24), weight, None, experts, row)
+        routes = ops.router(tensor(40, 24), weight, None, None, experts, row)
         assert torch.equal(routes.experts, torch.arange(experts.num_experts_per_tok).expand(40, -1))
 
 
 def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     row, x, weight = Row.of([40]), tensor(40, 24), tensor(6, 24, seed=1)
     bias = torch.tensor([9.0, 8.0, 7.0, 0.0, 0.0, 0.0])
-    routes = ops.router(x, weight, bias, make(norm_topk_prob=False), row)
+    routes = ops.router(x, weight, None, bias, make(norm_topk_prob=False), row)
     assert torch.equal(routes.experts, torch.arange(3).expand(40, -1))
     torch.testing.assert_close(routes.weights, (x @ weight.t()).softmax(1)[:, :3])
 
@@ -96,10 +123,10 @@ def feed(
     axis: Axis = ALONE,
 ) -> Tensor:
     row = Row.of([len(x)], experts=axis)
-    routes = numerics.router(x, router, None, experts, row)
+    routes = numerics.router(x, router, None, None, experts, row)
     sent, at = numerics.dispatch(x, routes, row)
-    inner = numerics.gated(*numerics.expert_linears(sent, [gate, up], at, row), row)
-    return numerics.combine(*numerics.expert_linears(inner, [down], at, row), routes, at, row)
+    inner = numerics.gated(*numerics.expert_column_linears(sent, [gate, up], [None, None], at, row), row)
+    return numerics.combine(numerics.expert_row_linear(inner, down, None, at, row), routes, at, row)
 
 
 def feed_reference(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: Experts) -> Tensor:
@@ -120,12 +147,71 @@ def test_experts_match_float64(name: str, tokens: int) -> None:
     assert_same(lambda *t: feed(*t, experts), lambda *t: feed_reference(*t, experts), inputs, rtol=1e-5)
 
 
+def biases_of(experts: Experts, hidden: int = 24) -> list[Tensor]:
+    number, inner = experts.num_experts, experts.moe_intermediate_size
+    return [tensor(number, width, seed=seed) for seed, width in enumerate((inner, inner, hidden), 11)]
+
+
+def feed_biased(experts: Experts, x: Tensor, router: Tensor, *own: Tensor, axis: Axis = ALONE) -> Tensor:
+    """``own``: weights of gate, up and down, then their biases."""
+    row = Row.of([len(x)], experts=axis)
+    routes = ops.router(x, router, None, None, experts, row)
+    sent, at = ops.dispatch(x, routes, row)
+    inner = ops.clamped_gated(*ops.expert_column_linears(sent, own[:2], own[3:5], at, row), 1.702, 2.0, row)
+    return ops.combine(ops.expert_row_linear(inner, own[2], own[5], at, row), routes, at, row)
+
+
+@pytest.mark.parametrize("name", ["softmax", "one", "odd width"])
+@pytest.mark.parametrize("tokens", [0, 1, 50])
+def test_experts_with_biases_match_float64(name: str, tokens: int) -> None:
+    experts = KINDS[name]
+
+    def reference(x: Tensor, router: Tensor, *own: Tensor) -> Tensor:
+        weights, chosen, _ = route_reference(x, router, experts)
+        y = torch.zeros_like(x) + 0 * sum(t.sum() for t in own)
+        for e in range(experts.num_experts):
+            gate, up = (F.linear(x, own[i][e], own[3 + i][e]) for i in (0, 1))
+            gate, up = gate.clamp(max=2.0), up.clamp(-2.0, 2.0)
+            out = F.linear((up + 1) * gate * torch.sigmoid(1.702 * gate), own[2][e], own[5][e])
+            y = y + out * (weights * (chosen == e)).sum(1, keepdim=True)
+        return y
+
+    inputs = [tensor(tokens, 24), *weights_of(experts), *biases_of(experts)]
+    assert_same(lambda *t: feed_biased(experts, *t), reference, inputs, rtol=1e-5)
+
+
+def test_the_bias_of_an_expert_without_tokens_has_zeros_for_a_gradient() -> None:
+    experts = make(num_experts_per_tok=2)
+    x, weights, biases = tensor(1, 24), weights_of(experts), biases_of(experts)
+    chosen = ops.router(x, weights[0], None, None, experts, Row.of([1])).experts.flatten().tolist()
+    feed_biased(experts, x, *weights, *biases).sum().backward()
+    for bias in biases:
+        assert [bool(g.any()) for g in bias.grad] == [e in chosen for e in range(6)]
+
+
+def test_the_gradients_of_biases_can_come_later() -> None:
+    experts, x, router_bias = make(), tensor(50, 24), [tensor(6, seed=2) for _ in range(2)]
+    now, later = ([*weights_of(experts), *biases_of(experts)] for _ in range(2))
+
+    def loss(own: list[Tensor], bias: Tensor) -> Tensor:
+        routes = ops.router(x, own[0], bias, None, experts, Row.of([50]))
+        return feed_biased(experts, x, *own).square().sum() + routes.load.probability.square().sum()
+
+    loss(now, router_bias[0]).backward()
+    with DeferredWeightGradients() as deferred:
+        loss(later, router_bias[1]).backward()
+    assert all(t.grad is None for t in (*later, router_bias[1]))
+    deferred.run()
+    for a, b in zip([*now, router_bias[0]], [*later, router_bias[1]], strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
 @pytest.mark.parametrize("inner", [16, 7])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_experts_without_tokens_have_zeros_for_gradients(inner: int, tokens: int) -> None:
     experts = make(moe_intermediate_size=inner, num_experts_per_tok=2)
     x, weights = tensor(tokens, 24), weights_of(experts)
-    chosen = ops.router(x, weights[0], None, experts, Row.of([tokens])).experts.flatten().tolist()
+    chosen = ops.router(x, weights[0], None, None, experts, Row.of([tokens])).experts.flatten().tolist()
     feed(x, *weights, experts).sum().backward()
     assert x.grad is not None
     for weight in weights[1:]:
@@ -234,7 +320,7 @@ def test_shared_experts_match_transformers(gated: bool) -> None:
     theirs = Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(**TINY | shape))
     named = {n.removeprefix("model.layers.0"): t for n, t in model.state_dict().items() if ".mlp." in n}
     named.setdefault(".mlp.shared_expert_gate.weight", torch.zeros(1, 48))
-    theirs.load_state_dict({n.removeprefix(".mlp."): t for n, t in in_their_names(named).items()})
+    theirs.load_state_dict({n.removeprefix(".mlp."): t for n, t in in_their_names(named, "qwen2_moe").items()})
     x, row = tensor(30, 48), Row.of([30])
     found, _ = model.blocks[0]._feed_experts(x, row)
     wanted = theirs(x[None])[0]

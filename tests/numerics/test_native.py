@@ -77,6 +77,31 @@ def test_gated_matches_float64() -> None:
     assert_same(lambda g, u: ops.gated(g, u, row), lambda g, u: F.silu(g) * u, [tensor(6, 8), tensor(6, 8, seed=1)])
 
 
+@pytest.mark.parametrize("limit", [7.0, 0.5])
+@pytest.mark.parametrize("tokens", [6, 0])
+def test_clamped_gated_matches_float64(tokens: int, limit: float) -> None:
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    inputs = [tensor(tokens, 8), tensor(tokens, 8, seed=1)]
+    row = Row.of([tokens])
+    assert_same(lambda g, u: ops.clamped_gated(g, u, 1.702, limit, row), reference, inputs)
+
+
+def test_clamped_gated_in_bfloat16_is_rounded_once() -> None:
+    exact = [3 * tensor(50, 8).detach(), 3 * tensor(50, 8, seed=1).detach()]
+    low = [t.bfloat16().requires_grad_() for t in exact]
+    full = [t.detach().float().requires_grad_() for t in low]
+    results = []
+    for inputs in (low, full):
+        y = ops.clamped_gated(*inputs, 1.702, 2.0, Row.of([50]))
+        results.append([y.detach(), *torch.autograd.grad(y.float().sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b.bfloat16())
+
+
 def test_fork_adds_both_gradients() -> None:
     row = Row.of([6])
 

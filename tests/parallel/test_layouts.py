@@ -59,6 +59,15 @@ EXPERT_LAYOUTS = [
     {"pp": 2, "dp_shard": 2, "ep": 2},
     {"pp": 2, "cp": 2, "ep": 2, "pp_schedule": "zero_bubble"},
 ]
+# A window on one layer of two, sinks and biases wherever gpt-oss has them; limits that clamp, and 5 experts again.
+SINKS = {
+    "model__initializer_range": 0.05, "model__attention_bias": True, "model__output_bias": True,
+    "model__attention_sinks": True, "model__sliding_window": 11, "model__full_attention_layers": [1],
+    "model__experts": {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "bias": True, "router_bias": True,
+        "activation": "clamped_swiglu", "swiglu_limit": 0.1, "router_aux_loss_coef": 0.05,
+    },
+}  # fmt: skip
 
 
 def _job(layout: Layout, **changes: Any) -> Any:
@@ -139,6 +148,26 @@ def test_a_pipeline_of_many_blocks(workers: Pools, alone: Any, tmp_path: Path, l
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
 def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
     check(workers, alone, tmp_path, layout, SPARSE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2},
+        {"cp": 2},
+        {"cp": 2, "cp_strategy": "ulysses"},
+        {"dp_shard": 2},
+        {"dp_shard": 2, "ep": 2},
+        {"pp": 2},
+        {"dp_shard": 2, "ep": 2, "tp": 2},
+        {"pp": 2, "cp": 2, "ep": 2, "pp_schedule": "zero_bubble"},
+    ],
+    ids=str,
+)
+def test_sinks_windows_and_biased_experts_in_a_layout_are_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, SINKS)
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
