@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from equigrad.checkpoint.rng import rng_state
 from equigrad.config import Job
-from equigrad.data.stream import HeldOut
+from equigrad.data.stream import Batch, HeldOut
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.trainer import Trainer
-from tests.jobs import Records, make_trainer, pool_world, tiny_job
+from tests.jobs import Records, make_trainer, tiny_job
 from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
@@ -29,29 +28,34 @@ def _state(trainer: Trainer) -> list[Any]:
     return [tensors, trainer.optimizer.updates, trainer.step, counters, trainer.stream.cursor(), generator]
 
 
-def _same(before: list[Any], after: list[Any]) -> list[bool]:
-    return [a == b for a, b in zip(before, after, strict=True)]
+class _UpToTwo(Records):
+    """Changes what comes after the second step, and knows the state that it comes upon."""
+
+    def __init__(self, trainer: Trainer, change: Callable[[], None]) -> None:
+        super().__init__()
+        self._trainer, self._change = trainer, change
+        self.before: list[Any] = []
+
+    def step(self, record: dict[str, Any], batch: Any) -> None:
+        super().step(record, batch)
+        if record["step"] == 2:
+            self._change()
+            self.before = _state(self._trainer)
 
 
-def _two_steps(job: Job, folder: Path) -> Trainer:
-    trainer = make_trainer(job.model_copy(update={"train": job.train.model_copy(update={"steps": 2})}), folder,
-                           pool_world(job))  # fmt: skip
-    trainer.run(Records(), StopRequest())
-    trainer.job = job
-    torch.manual_seed(5)
-    return trainer
+def _change_batch(trainer: Trainer, change: Callable[[Batch], Batch]) -> None:
+    whole = trainer.stream.next_batch
+    trainer.stream.next_batch = lambda: change(whole())  # type: ignore[method-assign]
 
 
 def empty_step(job: Job, folder: Path) -> tuple[str, list[bool], list[Any]]:
-    """The third step has samples, but no token in the loss; then it has."""
-    trainer = _two_steps(job, folder)
-    before, whole = _state(trainer), trainer.stream.next_batch
-    trainer.stream.next_batch = lambda: replace(whole(), loss_tokens=0)  # type: ignore[method-assign]
+    """The third step has samples, but no token in the loss."""
+    trainer = make_trainer(job, folder)
+    seen = _UpToTwo(trainer, lambda: _change_batch(trainer, lambda batch: replace(batch, loss_tokens=0)))
     with pytest.raises(SharedUserError) as refused:
-        trainer.run(Records(), StopRequest())
-    same = _same(before, _state(trainer))
-    trainer.stream.next_batch = whole  # type: ignore[method-assign]
-    batch = whole()
+        trainer.run(seen, StopRequest())
+    same = [a == b for a, b in zip(seen.before, _state(trainer), strict=True)]
+    batch = trainer.stream.next_batch()
     return str(refused.value), same, [batch.step, *(ref.document for ref in batch.samples)]
 
 
@@ -71,22 +75,25 @@ def test_an_empty_step_is_refused_on_all_ranks_and_changes_nothing(
 
 
 def disagreement(job: Job, folder: Path, field: str, odd: int) -> tuple[str, list[bool]]:
-    """One rank sees a step differently; what came of it, and what of the state is as before."""
-    trainer = _two_steps(job, folder)
-    before, stream, mine = _state(trainer), trainer.stream, trainer.world.rank == odd
-    whole = stream.next_batch
-    if mine and field == "schedule":
-        stream.next_batch = lambda: replace(b := whole(), samples=b.samples[::-1])  # type: ignore[method-assign]
-    if mine and field == "normaliser":
-        stream.next_batch = lambda: replace(b := whole(), loss_tokens=b.loss_tokens - 1)  # type: ignore[method-assign]
-    if mine and field == "data cursor":
-        stream._feeds[0].tokens += 1
-        before = _state(trainer)
-    if mine and field == "configuration":
-        trainer.job = job.model_copy(update={"optim": job.optim.model_copy(update={"lr": 0.5})})
+    """One rank sees the third step differently; what came of it, and what of the state is as before."""
+    trainer = make_trainer(job, folder)
+
+    def differ() -> None:
+        if trainer.world.rank != odd:
+            return
+        if field == "schedule":
+            _change_batch(trainer, lambda batch: replace(batch, samples=(batch.samples[-1], *batch.samples[:-1])))
+        elif field == "normaliser":
+            _change_batch(trainer, lambda batch: replace(batch, loss_tokens=batch.loss_tokens - 1))
+        elif field == "data cursor":
+            trainer.stream._feeds[0].tokens += 1
+        else:
+            trainer.job = job.model_copy(update={"optim": job.optim.model_copy(update={"lr": 0.5})})
+
+    seen = _UpToTwo(trainer, differ)
     with pytest.raises(RuntimeError) as refused:
-        trainer.run(Records(), StopRequest())
-    return str(refused.value), _same(before, _state(trainer))
+        trainer.run(seen, StopRequest())
+    return str(refused.value), [a == b for a, b in zip(seen.before, _state(trainer), strict=True)]
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -153,11 +153,12 @@ class _Drawing:
                 self.parts.append(_text(_MARGIN, self.y, text, "quiet"))
                 self.y += 14
         self.y += 8
-        told = ["a colour is a sample, #12 its number in the step", "hatched: no token, and part in every collective"]
+        told = ["a colour is a sample"]
         if division.layout.cp > 1:
-            told.insert(1, "[a:b] its tokens from a up to b, where the row is divided over context ranks")
+            told.append("#2[0:9]: its tokens from 0 up to 9")
         if division.layout.tp > 1:
-            told.insert(-1, "notches: where tensor ranks divide tokens between the ops that divide features")
+            told.append("notch: border between tensor ranks, where ops do not divide features")
+        told.append("hatched: no token, but part in every collective")
         self.parts.append(_text(_MARGIN, self.y + 8, " · ".join(told), "quiet small"))
         self.y += 22
 
