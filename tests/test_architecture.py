@@ -40,7 +40,8 @@ LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
     "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
-    "schedule.pipeline", "parallel.partition", "parallel.program", "models.parts",
+    "schedule.pipeline", "schedule.division", "schedule.text", "schedule.svg", "commands.schedule",
+    "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),

@@ -29,7 +29,13 @@ def test_help_answers_in_under_half_a_second() -> None:
     assert min(seconds) < 0.5  # the quietest of five: other tests may be running beside this one
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "eval --help", "info --help", "train --dry-run"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("--help", "train --help", "eval --help", "info --help", "train --dry-run"),
+        "schedule docs/division.toml --layout.cp 8",
+    ],
+)
 def test_what_computes_nothing_does_not_load_torch(words: str) -> None:
     code = (
         "import sys; from equigrad.cli import main\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from equigrad.cli import COMMANDS, _parser, split_overrides
+from equigrad.cli import COMMANDS, OVERRIDABLE, _parser, main, split_overrides
 from equigrad.config import Job
 from equigrad.config.load import parse_overrides, walk
 
@@ -35,6 +35,18 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: python docs/reference.py"
 
 
+def test_the_drawn_schedule_is_what_the_command_draws_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    drawn = tmp_path / "division.svg"
+    words = next(words for page, words in commands() if page == "division.md" and "--svg" in words)
+    assert main([str(drawn) if word == "docs/division.svg" else word for word in words[1:]]) == 0
+    capsys.readouterr()
+    kept = (REPOSITORY / "docs" / "division.svg").read_text(encoding="utf-8")
+    assert drawn.read_text(encoding="utf-8") == kept, f"run: {' '.join(words)}"
+
+
 def test_the_configuration_page_has_every_key() -> None:
     page = (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8")
     for key in KEYS:
@@ -50,10 +62,10 @@ def test_a_command_in_the_documentation_can_be_typed(page: str, words: list[str]
     _, command, *rest = words
     if command == "--help" or "--help" in rest:
         return
-    own, overrides = split_overrides(rest) if command in ("train", "eval") else (rest, [])
+    own, overrides = split_overrides(rest) if command in OVERRIDABLE else (rest, [])
     arguments = _parser(command).parse_args(own)
     assert all(key in KEYS or any(k.startswith(f"{key}.") for k in KEYS) for key, _ in parse_overrides(overrides))
-    if getattr(arguments, "job", None) and arguments.job.startswith("configs/"):
+    if getattr(arguments, "job", None) and arguments.job.startswith(("configs/", "docs/")):
         assert (REPOSITORY / arguments.job).exists()
 
 

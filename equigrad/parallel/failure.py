@@ -17,6 +17,8 @@ from torch.distributed import Store
 
 _CAUSE, _HEARD = "cause", "heard"
 _LOOK_SECONDS = 0.5
+# How long the others live on, so that the rank that failed ends first: torchrun calls the first one the root cause.
+_OUTLIVING_SECONDS = 1.5
 # How long the rank that keeps the store, and the one that failed, wait for the others to hear of it.
 _HEARING_SECONDS = 4.0
 
@@ -105,6 +107,7 @@ class Watch:
         sys.stderr.flush()
         if self._rank == 0:  # which may keep the store
             self._hearing()
+        time.sleep(_OUTLIVING_SECONDS)
         os._exit(cause.code)
 
     def _hearing(self) -> None:

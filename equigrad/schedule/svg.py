@@ -22,7 +22,7 @@ from equigrad.schedule.text import (
 )
 
 _WIDTH, _MARGIN, _LABELS, _GAP = 1200, 28, 186, 16
-_MOST_ROUNDS, _MOST_TRACKS, _MOST_CONTEXTS, _MOST_PIPES = 5, 24, 8, 16
+_MOST_ROUNDS, _MOST_TRACKS, _MOST_CONTEXTS, _MOST_PIPES = 5, 20, 8, 16
 _HUES = 8
 
 _STYLE = """
@@ -38,7 +38,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill
 .name { font-weight: 600; } .value { font-size: 17px; font-weight: 600; } .mid { text-anchor: middle; }
 .page { fill: var(--page); stroke: var(--edge); } .track { fill: var(--track); } .line { stroke: var(--edge); }
 .empty { fill: url(#hatch); stroke: var(--edge); } .stripe { stroke: var(--hatch); stroke-width: 1.2; }
-.piece { stroke: var(--page); stroke-width: 1; } .cut { stroke: var(--text); stroke-dasharray: 2 2; opacity: .65; }
+.piece { stroke: var(--page); stroke-width: 1; } .cut { stroke: var(--text); stroke-width: 1.5; opacity: .7; }
 """
 
 
@@ -78,7 +78,7 @@ def _n(value: float) -> str:
 
 def _fitting(texts: Sequence[str], width: float, size: float = 11) -> str:
     """The first of some texts, the longest one first, that fits; none where none does."""
-    return next((text for text in texts if len(text) * size * 0.62 <= width - 6), "")
+    return next((text for text in texts if len(text) * size * 0.6 <= width - 4), "")
 
 
 class _Drawing:
@@ -93,7 +93,7 @@ class _Drawing:
         self.column = (room - gaps * self.left_out) / (len(self.columns) - gaps)
         contexts = min(division.layout.cp, _MOST_CONTEXTS)
         self.contexts = list(some(division.layout.cp, _MOST_CONTEXTS))
-        self.lanes = list(some(division.layout.data_lanes, max(4, _MOST_TRACKS // contexts)))
+        self.lanes = list(some(division.layout.data_lanes, max(4, min(16, _MOST_TRACKS // contexts))))
         self.track = 32 if contexts == 1 else 22
 
     def file(self) -> str:
@@ -153,11 +153,12 @@ class _Drawing:
                 self.parts.append(_text(_MARGIN, self.y, text, "quiet"))
                 self.y += 14
         self.y += 8
-        told = ["a colour is a sample, #12 its number in the step", "hatched: no token, and part in every collective"]
+        told = ["a colour is a sample"]
         if division.layout.cp > 1:
-            told.insert(1, "[a:b] its tokens from a up to b, where the row is divided over context ranks")
+            told.append("#2[0:9]: its tokens from 0 up to 9")
         if division.layout.tp > 1:
-            told.insert(-1, "dashed: where tensor ranks divide tokens between the ops that divide features")
+            told.append("notch: border between tensor ranks, where ops do not divide features")
+        told.append("hatched: no token, but part in every collective")
         self.parts.append(_text(_MARGIN, self.y + 8, " · ".join(told), "quiet small"))
         self.y += 22
 
@@ -185,7 +186,9 @@ class _Drawing:
                     self.parts += self._track(row, row.shares[context], x, y)
                 elif context == 0:
                     rows = [division.rounds[number][lane] for number in column]
-                    self.parts.append(_text(x, y + 15, f"{sum(r.tokens for r in rows):,} tokens", "quiet small"))
+                    self.parts.append(
+                        _text(x, y + self.track / 2 + 4, f"{sum(r.tokens for r in rows):,} tokens", "quiet small")
+                    )
             y += self.track + (3 if several else 0)
         self.y = y + (6 if several else 4)
 
@@ -210,7 +213,8 @@ class _Drawing:
             if label := _fitting([*whole, text, f"#{piece.sample}"], width):
                 yield _text(at + width / 2, y + self.track / 2 + 4, label, "small mid")
         for at in _cuts(share):
-            yield _line(x + at * scale, y + 1, x + at * scale, y + self.track - 1, "cut")
+            for top in (y + 1, y + self.track - 6):  # above and below the text
+                yield _line(x + at * scale, top, x + at * scale, top + 5, "cut")
 
     def pipeline(self, timeline: Simulation) -> None:
         """Each pipeline rank's time, from left to right."""

@@ -6,7 +6,7 @@ from textwrap import wrap
 from equigrad.schedule.division import DividedRow, Division, Share
 from equigrad.schedule.pipeline import Action, PipelineKind, Simulation, Span
 
-_MOST_ROUNDS, _MOST_LANES, _MOST_CONTEXTS, _MOST_PIPES = 6, 8, 8, 16
+_MOST_LINES, _MOST_LANES, _MOST_CONTEXTS, _MOST_PIPES = 60, 8, 8, 16
 _FILL = {"forward": "─", "backward": "═", "input_backward": "━", "weight_backward": "╌"}
 LETTERS = {"forward": "F", "backward": "B", "input_backward": "I", "weight_backward": "W"}
 ASCII = str.maketrans("█▓·─═━╌…", "#%.-==~.")
@@ -104,7 +104,9 @@ def draw_text(division: Division, width: int = 100) -> str:
     """The whole drawing, ending in a line end."""
     lines = [headline(division), f"layout   {division.layout.describe()}"]
     lines += [f"experts  {text}" for text in [expert_text(division)] if text]
-    for rounds in some(len(division.rounds), _MOST_ROUNDS):
+    layout = division.layout
+    tall = min(layout.data_lanes, _MOST_LANES) * (1 + min(layout.cp, _MOST_CONTEXTS)) + 2
+    for rounds in some(len(division.rounds), max(3, min(8, _MOST_LINES // tall))):
         lines += ["", *(_round(division, rounds[0], width) if len(rounds) == 1 else _left_out(division, rounds))]
     if division.timeline is not None:
         lines += ["", *_pipeline(division, division.timeline, width)]

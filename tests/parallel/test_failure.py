@@ -61,7 +61,7 @@ def test_ranks_without_a_launcher_end_with_the_cause(layout: dict[str, int], fau
 def test_torchrun_shows_the_cause_on_rank_0(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(logs), "-r", "3"]
-    command = [sys.executable, *run, PROGRAM, *_words(tmp_path, {"dp_shard": 2})]
+    command = [sys.executable, *run, PROGRAM, "--", *_words(tmp_path, {"dp_shard": 2})]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment({"FAULT": "1:step"}), timeout=250, check=False
     )

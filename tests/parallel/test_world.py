@@ -14,6 +14,7 @@ from equigrad.errors import UserError
 from equigrad.parallel.environment import first_host, process_env
 from equigrad.parallel.placement import Placed, Placement, place
 from equigrad.parallel.ranks import PeerError, SharedUserError
+from equigrad.parallel.sharding import data_mesh
 from equigrad.parallel.world import start
 from tests.jobs import pool_world, tiny_job
 from tests.workers import Workers
@@ -93,7 +94,7 @@ def _shards(rows: int) -> list[tuple[Placement, Any]]:
     with torch.no_grad():
         model.weight.copy_(torch.arange(rows * 3.0).view(rows, 3))
         model.bias.copy_(torch.arange(rows * 1.0))
-    fully_shard(model, mesh=world.mesh)
+    fully_shard(model, mesh=data_mesh(world))
     return [(p.placement, p.tensor.tolist()) for p in (place(n, t) for n, t in model.named_parameters())]
 
 

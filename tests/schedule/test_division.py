@@ -1,0 +1,105 @@
+"""A division holds every token once, says where each lies, and is what the ranks compute."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equigrad.config import Job
+from equigrad.schedule.division import Division, divide
+from tests.jobs import pool_world, tiny_job
+from tests.workers import Workers
+
+LENGTHS = [48, 31, 30, 17, 9, 9, 5, 2, 1, 1]
+
+
+def job(**layout: Any) -> Job:
+    return tiny_job(**{f"layout__{key}": value for key, value in layout.items()})
+
+
+def division(lengths: Sequence[int] = LENGTHS, **layout: Any) -> Division:
+    return divide(job(**layout), lengths, sum(lengths), 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 48), min_size=1, max_size=30),
+    lanes=st.integers(1, 5),
+    cp=st.integers(1, 5),
+    tp=st.integers(1, 2),
+    zigzag=st.booleans(),
+)
+def test_every_token_of_every_sample_is_held_once(
+    lengths: list[int], lanes: int, cp: int, tp: int, zigzag: bool
+) -> None:
+    found = division(lengths, dp_replicate=lanes, cp=cp, tp=tp, cp_zigzag=zigzag)
+    held = Counter(
+        (piece.sample, token)
+        for rows in found.rounds
+        for row in rows
+        for share in row.shares
+        for piece in share.pieces
+        for token in range(piece.start, piece.stop)
+    )
+    assert held == Counter((sample, token) for sample, length in enumerate(lengths) for token in range(length))
+    assert found.executed_tokens == found.tokens == sum(lengths)
+    for rows in found.rounds:
+        assert len(rows) == lanes
+        for row in rows:
+            sizes = [share.tokens for share in row.shares]
+            assert max(sizes) - min(sizes) <= 1
+            assert all(sum(share.tensor) == share.tokens for share in row.shares)
+    assert found.imbalance >= 1 - 1e-9
+    assert found.round_imbalance >= found.imbalance - 1e-9
+
+
+def held_by(layout: dict[str, Any]) -> tuple[int, list[list[int]], list[int]]:
+    """Rank; position of each token that this rank holds, row by row; and how many of them in the residual stream."""
+    from equigrad.numerics.row import Row
+
+    world = pool_world(job(**layout))
+    found = division(**layout)
+    rows = [rows[world.lane] for rows in found.rounds]
+    made = [
+        Row.of([n for _, n in row.samples], "cpu", world.axis("cp"), world.axis("tp"), zigzag=world.layout.zigzag)
+        for row in rows
+    ]
+    at = (world.axis("pp").rank, world.lane, world.axis("cp").rank, world.axis("tp").rank)
+    assert world.layout.rank_of(*at) == world.rank
+    return world.rank, [row.positions.tolist() for row in made], [row.residual_tokens for row in made]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_shard": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4, "cp_zigzag": False}, {"pp": 2, "tp": 2}, {"dp_shard": 4}],
+    ids=str,
+)
+def test_what_is_drawn_is_what_the_ranks_hold(workers: Callable[[int], Workers], layout: dict[str, Any]) -> None:
+    found = division(**layout)
+    told: dict[int, tuple[list[list[int]], list[int]]] = {}
+    for lane in range(found.layout.data_lanes):
+        for context in range(found.layout.cp):
+            for place, rank in enumerate(found.ranks(lane, context)):
+                shares = [rows[lane].shares[context] for rows in found.rounds]
+                positions = [[t for p in share.pieces for t in range(p.start, p.stop)] for share in shares]
+                told[rank] = positions, [share.tensor[place % found.layout.tp] for share in shares]
+    assert {rank: (positions, tokens) for rank, positions, tokens in workers(4).run(held_by, layout)} == told
+
+
+def test_a_pipeline_is_played_with_the_longest_row_of_each_round() -> None:
+    found = division(pp=2, dp_shard=2)
+    assert found.timeline is not None
+    forwards = [span for span in found.timeline.spans[0] if str(span.action).startswith("forward")]
+    longest = [max(row.tokens for row in rows) for rows in found.rounds]
+    assert [span.end - span.start for span in forwards] == [1.0 + tokens for tokens in longest]
+    assert 0 < found.bubble < 1
+    assert division(dp_shard=2).timeline is None
+
+
+def test_imbalance_compares_the_costliest_lane_with_the_mean() -> None:
+    assert division([48], dp_shard=4).imbalance == pytest.approx(4)
+    assert division([48] * 4, dp_shard=4).imbalance == pytest.approx(1)
+    assert division([48], dp_shard=4).empty_rows == 3
