@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.parts = build_parts(job, world)
-        self.specs = parameter_specs(job.model)
+        self.specs = parameter_specs(job.model, job.lora)
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
         self.balance = Balance(job.model, self.parameters, world.device, world.rank)
         self.execution = Execution(job, world, self.parts, self.balance)
@@ -53,10 +53,10 @@ class Trainer:
         (model,) = self.parts.values()
         return model
 
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int, adapters_only: bool = False) -> None:
         """Give the parameters their initial values, the same on every layout."""
         for part in self.parts.values():
-            part.initialize(seed)
+            part.initialize(seed, adapters_only)
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""

@@ -32,7 +32,7 @@ def estimate(job: Job) -> Estimate:
     embedding and head and two blocks.
     """
     model, shards = job.model, job.layout.dp_shard
-    count = parameter_count(model)
+    count, trained = (parameter_count(model, job.lora, only) for only in (False, True))
     tokens = job.batch.row_tokens
     low = 2 if job.numerics.dtype == "bfloat16" else 4
     heads = model.num_attention_heads + model.kv_heads
@@ -51,15 +51,17 @@ def estimate(job: Job) -> Estimate:
     logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
     sharded = -(-count // shards)
     # Gathered, a rank has its share of the experts.
-    sizes = {n: -(-s.numel // job.layout.ep) if s.expert else s.numel for n, s in parameter_specs(model).items()}
+    specs = parameter_specs(model, job.lora)
+    sizes = {n: -(-s.numel // job.layout.ep) if s.expert else s.numel for n, s in specs.items()}
     here = sum(sizes.values())
-    whole = here if not job.layout.reduce_every_round else sharded
+    own = -(-trained // shards)
+    whole = sum(sizes[n] for n, s in specs.items() if s.trained) if not job.layout.reduce_every_round else own
     gathered = 0
     if job.layout.data_lanes > 1:  # gathered parameters are a second copy even where there is one shard
         in_blocks = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
         kept_blocks = 2 if job.layout.reshard_after_forward else layers
         gathered = here - in_blocks + in_blocks * min(kept_blocks, layers) // layers
-    optimizer = _OPTIMIZER_BYTES[job.optim.name] * sharded
+    optimizer = _OPTIMIZER_BYTES[job.optim.name] * own
     return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)
 
 

@@ -4,18 +4,19 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
-from equigrad.models.specs import parameter_specs
-from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
+from equigrad.models.specs import Spec, is_adapter, parameter_specs
+from equigrad.numerics.ops import Adapter, AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.routing import Load, Loads
 from equigrad.numerics.row import Row
@@ -54,20 +55,21 @@ class Block(nn.Module):
         projections = (own.q_proj, own.k_proj, own.v_proj)
         q, k, v = (
             t.unflatten(-1, (-1, config.head_size))
-            for t in ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+            for t in ops.column_linears(x, *_parts(projections), row, _adapters(projections))
         )
         if config.qk_norm:
             q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
             k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
         mixed = ops.attention(q, k, v, self.layer, row)
-        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
+        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row, own.o_proj.adapter)
 
     def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
         ops = self.ops
         projections = (own.gate_proj, own.up_proj)
-        gate, up = ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
-        return ops.row_linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
+        gate, up = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
+        down = own.down_proj
+        return ops.row_linear(ops.gated(gate, up, row), down.weight, down.bias, row, down.adapter)
 
     def _feed_experts(self, x: Tensor, row: Row) -> tuple[Tensor, Load]:
         ops, own, experts = self.ops, self.mlp, self.config.experts
@@ -93,16 +95,35 @@ class Block(nn.Module):
 
 
 class _Holder(nn.Module):
-    """A name space for parameters; a bias that the model lacks reads as None."""
+    """A name space for parameters; a bias or an adapter that the model lacks reads as None."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     e_score_correction_bias: Tensor | None
+    lora_A: Any
+    lora_B: Any
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
+        """``scale``: of adapters."""
         super().__init__()
+        self.scale = scale
         self.register_parameter("bias", None)
         self.register_buffer("e_score_correction_bias", None)
+        self.register_module("lora_A", None)
+        self.register_module("lora_B", None)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is added to the weight."""
+        return None if self.lora_A is None else Adapter(self.lora_A.weight, self.lora_B.weight, self.scale)
+
+
+def _parts(linears: Sequence[_Holder]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return [linear.weight for linear in linears], [linear.bias for linear in linears]
+
+
+def _adapters(linears: Sequence[_Holder]) -> list[Adapter | None]:
+    return [linear.adapter for linear in linears]
 
 
 class Decoder(nn.Module):
@@ -119,14 +140,17 @@ class Decoder(nn.Module):
         device: torch.device | str = "meta",
         places: Mapping[str, Placement] | None = None,
         part: Part | None = None,
+        lora: Lora | None = None,
     ) -> None:
         """
         places: the box of each parameter that this rank works with; None: all of each
         part:   which blocks these are; None: all
+        lora:   adapters beside frozen weights; None: weights that are trained
         """
         super().__init__()
         self.config, self.ops = config, ops
-        self.specs = parameter_specs(config)
+        self.specs = parameter_specs(config, lora)
+        scale = 0.0 if lora is None else lora.scale
         self.model = nn.Module()
         self.part = part or Part(0, config.num_hidden_layers, config.num_hidden_layers)
         blocks = range(self.part.start, self.part.stop)
@@ -134,7 +158,7 @@ class Decoder(nn.Module):
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
             if self.part.holds(name, config.tie_word_embeddings):
-                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name].role != "state")
+                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name], scale)
 
     def forward(
         self,
@@ -163,8 +187,8 @@ class Decoder(nn.Module):
             return x
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
-            return ops.logits(x, self.head, at, vocabulary, row)
-        return ops.cross_entropy(x, self.head, labels, at, vocabulary, row)
+            return ops.logits(x, self.head, at, vocabulary, row, self.head_adapter)
+        return ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)
 
     @property
     def device(self) -> torch.device:
@@ -180,6 +204,11 @@ class Decoder(nn.Module):
     def head(self) -> Tensor:
         """The output projection [V, H]."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head_adapter(self) -> Adapter | None:
+        """What is added to the output projection; a tied one takes nothing."""
+        return None if self.config.tie_word_embeddings else self.lm_head.adapter
 
     def rotary_table(self, row: Row) -> RotaryTable:
         """The rotary table of a row, shared by all blocks."""
@@ -202,10 +231,12 @@ class Decoder(nn.Module):
         return {name: place(name, tensor, self.places[name]) for name, tensor in named}
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int, adapters_only: bool = False) -> None:
         """Initial weights: each value depends on the seed, the parameter's name and its global index alone."""
         for name, placed in self.placed().items():
             spec = self.specs[name]
+            if adapters_only and not is_adapter(name):
+                continue
             if spec.std is None:
                 placed.tensor.fill_(spec.fill)
             else:
@@ -213,15 +244,15 @@ class Decoder(nn.Module):
                 fill_normal(placed.tensor, spec.std, seed, name, at.shape, at.offset)
 
 
-def _attach(root: nn.Module, name: str, tensor: Tensor, trained: bool) -> None:
-    """Register a parameter, or what gradients do not train, under its dotted name, making the holders on the way."""
+def _attach(root: nn.Module, name: str, tensor: Tensor, spec: Spec, scale: float) -> None:
+    """Register a parameter, or what has a rule of its own, under its dotted name, making the holders on the way."""
     *path, leaf = name.split(".")
     node = root
     for part in path:
-        if not hasattr(node, part):
-            node.add_module(part, _Holder())
+        if getattr(node, part, None) is None:
+            node.add_module(part, _Holder(scale))
         node = getattr(node, part)
-    if trained:
-        node.register_parameter(leaf, nn.Parameter(tensor))
-    else:
+    if spec.role == "state":
         node.register_buffer(leaf, tensor)
+    else:
+        node.register_parameter(leaf, nn.Parameter(tensor, requires_grad=spec.trained))

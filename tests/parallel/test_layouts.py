@@ -61,6 +61,21 @@ EXPERT_LAYOUTS = [
 ]
 
 
+# Every kind of linear, the head too. Larger weights, for an adapter's second matrix starts at nothing.
+ADAPTED = {"model__tie_word_embeddings": False, "model__attention_bias": True, "model__output_bias": True,
+           "lora": {"rank": 4, "alpha": 8.0, "targets": ["all-linear", "lm_head"]}}  # fmt: skip
+ADAPTED_LAYOUTS = [
+    {"tp": 2},
+    {"cp": 2},
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"tp": 2, "dp_shard": 2},
+    {"pp": 2, "pp_schedule": "zero_bubble"},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "dp_shard": 2, "pp_schedule": "zero_bubble"},
+]
+
+
 def _job(layout: Layout, **changes: Any) -> Any:
     choices = {f"layout__{key}": value for key, value in layout.items()}
     return tiny_job(**{"train__steps": 3, "model__num_key_value_heads": 4} | choices | changes)
@@ -139,6 +154,22 @@ def test_a_pipeline_of_many_blocks(workers: Pools, alone: Any, tmp_path: Path, l
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
 def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
     check(workers, alone, tmp_path, layout, SPARSE)
+
+
+@pytest.mark.parametrize("layout", ADAPTED_LAYOUTS, ids=str)
+def test_a_layout_of_adapters_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    check(workers, alone, tmp_path, layout, ADAPTED)
+
+
+def test_adapters_beside_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
+    """Experts and routers frozen, adapters on attention, dense and shared layers; the balancing term reaches them."""
+    check(workers, alone, tmp_path, {"dp_shard": 2, "ep": 2}, SPARSE | {"lora": {"rank": 4}})
+
+
+def test_adapters_keep_other_promises(alone: Any, tmp_path: Path) -> None:
+    """Blocks computed again, logits computed again, rows of another size: the same."""
+    changes = ADAPTED | {"memory__recompute": "block", "memory__saved_logits_mb": 0, "batch__row_tokens": 48}
+    same(_three_steps({}, changes, tmp_path), alone(ADAPTED), 0)
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
