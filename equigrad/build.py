@@ -63,12 +63,12 @@ def places(model: Model, world: World, part: Part, lora: Lora | None = None) -> 
         box = whole(name, spec.shape, replica=tensor.rank if spec.tensor is None else 0)
         for cut, axis in ((spec.tensor, tensor), (spec.expert, expert)):
             box = box if cut is None else box.part(*cut, axis.size, axis.rank)
-        if is_second_copy(name, part, model.tie_word_embeddings):
+        if is_second_copy(name, part, model.embedding_at_end):
             box = replace(box, replica=box.replica + tensor.size)
         found[name] = box
     return found
 
 
-def is_second_copy(name: str, part: Part, tied: bool) -> bool:
-    """Whether a parameter of this part is the copy of a tied embedding that the head of a pipeline works with."""
-    return tied and name == EMBEDDING and part.last and not part.first
+def is_second_copy(name: str, part: Part, both_ends: bool) -> bool:
+    """Whether a parameter of this part is the copy of the embedding that the end of a pipeline works with."""
+    return both_ends and name == EMBEDDING and part.last and not part.first

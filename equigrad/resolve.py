@@ -55,15 +55,17 @@ def resolve_weights(job: Job) -> Job:
         )
     explicit = job.model.model_fields_set - {"weights"}
     experts = _given_experts(job.model.experts, found) if "experts" in explicit else found.model.experts
-    for key in sorted(explicit - {"experts"}):
+    free = {"mtp_loss_coef"} | ({"mtp_layers"} if found.model.mtp_layers == 0 else set())  # new modules may be added
+    for key in sorted(explicit - {"experts"} - free):
         _check_same(key, getattr(job.model, key), getattr(found.model, key), found)
-    model = found.model.model_copy(update={"weights": job.model.weights, "experts": experts})
+    chosen = {key: getattr(job.model, key) for key in explicit & free}
+    model = found.model.model_copy(update={"weights": job.model.weights, "experts": experts} | chosen)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         if found.tokenizer is None:
             raise UserError(f"{found.folder} has no tokenizer.json; name the model's tokenizer in data.tokenizer")
-        chosen = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
-        data = data.model_copy(update={"tokenizer": chosen})
+        tokenizer = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
+        data = data.model_copy(update={"tokenizer": tokenizer})
     job = job.model_copy(update={"model": model, "data": data})
     check_context(job, found)
     problem = job.layout.expert_problem(None if model.experts is None else model.experts.num_experts)

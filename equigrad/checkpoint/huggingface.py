@@ -20,7 +20,7 @@ from equigrad.checkpoint.weights import Weights
 from equigrad.config.lora import Lora
 from equigrad.errors import UserError
 from equigrad.models.huggingface import stored_pieces
-from equigrad.models.specs import is_adapter
+from equigrad.models.specs import is_adapter, parameter_specs
 from equigrad.parallel.placement import Placed
 
 _INDEX = "model.safetensors.index.json"
@@ -28,13 +28,13 @@ _SINGLE = "model.safetensors"
 
 
 def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
-    """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it. Adapters
-    stay as they are where the weights have none.
+    """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it. What
+    the weights do not have (adapters, modules for multi-token prediction) stays as it is.
 
     Raises ``UserError`` for damaged files and for names or shapes that are not the model's.
     """
     if weights.checkpoint is not None:
-        wanted = [n for n in parameters if weights.lora is not None or not is_adapter(n)]
+        wanted = parameters.keys() & parameter_specs(weights.model, weights.lora).keys()
         named = {f"model.{n}": parameters[n].renamed(f"model.{n}") for n in wanted}
         load(weights.checkpoint, named, only="model.")
         return
@@ -95,7 +95,7 @@ def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     for name, piece in pieces.items():
         names.setdefault(piece.parameter, []).append(name)
     for parameter, tensor in merged(read_tensors(weights.checkpoint), weights.lora):
-        for name in names[parameter]:
+        for name in names.get(parameter, []):  # modules for multi-token prediction have no place there
             index = pieces[name].index
             yield name, tensor if index is None else tensor[index]
 

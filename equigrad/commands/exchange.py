@@ -106,5 +106,8 @@ def export_main(arguments: argparse.Namespace) -> int:
     if tokenizer is not None:
         with writing(folder):
             tokenizer.save(folder)
-    print(f"{folder}: {parameter_count(weights.model):,} parameters in {dtype}")
+    model = weights.model.model_copy(update={"mtp_layers": 0})
+    print(f"{folder}: {parameter_count(model):,} parameters in {dtype}")
+    if left := weights.model.mtp_layers:
+        print(f"note: {left} modules for multi-token prediction are left out: {model.family} has no place for them")
     return 0

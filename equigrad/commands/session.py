@@ -20,7 +20,7 @@ from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
-from equigrad.models.specs import flops_per_token, parameter_count
+from equigrad.models.specs import flops_per_token, parameter_count, parameter_specs
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
@@ -156,8 +156,9 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
     if checkpoint is not None:
         trainer.resume(checkpoint)
     elif trainer.job.model.weights is not None:
-        trainer.initialize(trainer.job.seed, adapters_only=True)
         found = find_weights(trainer.job.model.weights)
+        # Adapters and modules for multi-token prediction may be new to them.
+        trainer.initialize(trainer.job.seed, given=parameter_specs(found.model, found.lora))
         load_weights(found, trainer.parameters)
     else:
         trainer.initialize(trainer.job.seed)

@@ -38,7 +38,7 @@ def estimate(job: Job) -> Estimate:
     heads = model.num_attention_heads + model.kv_heads
     # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v and the
     # attention output (compute type); and what the feed-forward part keeps.
-    layers = model.num_hidden_layers
+    layers = model.all_layers
     block = 4 * 2 * model.hidden_size + low * (2 * model.hidden_size + 2 * heads * model.head_size)
     block += sum(_feed_bytes(model, layer, low) for layer in range(layers)) // layers
     kept = layers
@@ -48,7 +48,7 @@ def estimate(job: Job) -> Estimate:
         activations = tokens * (kept * block + recomputed * 4 * model.hidden_size)
     else:
         activations = tokens * kept * block
-    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
+    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
     sharded = -(-count // shards)
     # Gathered, a rank has its share of the experts.
     specs = parameter_specs(model, job.lora)

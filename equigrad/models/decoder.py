@@ -4,7 +4,8 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
-from equigrad.models.specs import Spec, is_adapter, parameter_specs
+from equigrad.models.specs import Spec, parameter_specs
 from equigrad.numerics.ops import Adapter, AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.routing import Load, Loads
@@ -94,6 +95,41 @@ class Block(nn.Module):
         return ops.token_gate(branch, own.shared_expert_gate.weight, self._feed(x, own.shared_expert, row), row)
 
 
+class FurtherBlock(Block):
+    """A module for multi-token prediction: from the residual stream and the tokens further ahead to the stream from
+    which the head predicts the tokens after those (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+
+    enorm: Any
+    hnorm: Any
+    eh_proj: Any
+    shared_head: Any
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ahead: Tensor, table: RotaryTable, row: Row
+    ) -> tuple[Tensor, Tensor, Load | None]:
+        """Residual stream [T, H] and embeddings [T, H] of the tokens ahead -> the stream that the next module goes on
+        from, the same as the head wants it, and the load of its router."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        ahead, x = ops.norm(ahead, self.enorm.weight, eps, row), ops.norm(x, self.hnorm.weight, eps, row)
+        x, load = super().forward(ops.joined_linear(ahead, x, self.eh_proj.weight, row), table, row)
+        x, branch = ops.fork(x, row)
+        return x, ops.norm(branch, self.shared_head.norm.weight, eps, row), load
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a module for multi-token prediction is given of a row, and what it is to predict.
+
+    ids:    [own tokens] int64, the token so many places further than each of the row
+    labels: [n] int64, the tokens after those, where they are in the segment and in the loss
+    at:     [n] int64, the own tokens that predict them
+    """
+
+    ids: Tensor
+    labels: Tensor
+    at: Tensor
+
+
 class _Holder(nn.Module):
     """A name space for parameters; a bias or an adapter that the model lacks reads as None."""
 
@@ -153,11 +189,13 @@ class Decoder(nn.Module):
         scale = 0.0 if lora is None else lora.scale
         self.model = nn.Module()
         self.part = part or Part(0, config.num_hidden_layers, config.num_hidden_layers)
-        blocks = range(self.part.start, self.part.stop)
-        self.model.layers = nn.ModuleDict({str(i): Block(config, ops, i) for i in blocks})
+        layers = config.num_hidden_layers
+        blocks = range(self.part.start, config.all_layers if self.part.last else self.part.stop)
+        kinds = {i: Block if i < layers else FurtherBlock for i in blocks}
+        self.model.layers = nn.ModuleDict({str(i): kind(config, ops, i) for i, kind in kinds.items()})
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
-            if self.part.holds(name, config.tie_word_embeddings):
+            if self.part.holds(name, config.embedding_at_end):
                 _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name], scale)
 
     def forward(
@@ -168,27 +206,43 @@ class Decoder(nn.Module):
         at: Tensor | None = None,
         x: Tensor | None = None,
         loads: Loads | None = None,
-    ) -> Tensor:
+        ahead: Sequence[Ahead] = (),
+    ) -> Tensor | tuple[Tensor, ...]:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
         ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them. A part that is not the first goes
         on from the residual stream ``x`` [T, H], and one that is not the last returns it. ``loads`` takes up how the
-        routers spread the tokens.
+        routers spread the tokens. ``ahead``, one for each module for multi-token prediction: their losses follow that
+        of ``labels``; without it they are ignored.
         """
         ops, vocabulary = self.ops, self.config.vocabulary
         if x is None:
             x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
         table = self.rotary_table(row)
-        for block in self.blocks:
+        loads = Loads() if loads is None else loads
+        main, further = self.blocks[: self.part.stop - self.part.start], self.blocks[self.part.stop - self.part.start :]
+        for block in main:
             x, load = block(x, table, row)
-            if load is not None and loads is not None:
+            if load is not None:
                 loads[block.layer.index] = load
         if not self.part.last:
             return x
+        branch = None
+        if ahead:
+            x, branch = ops.fork(x, row)
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
             return ops.logits(x, self.head, at, vocabulary, row, self.head_adapter)
-        return ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)
+        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)]
+        if branch is None:
+            return losses[0]
+        for block, tokens in zip(further, ahead, strict=True):
+            embedded = ops.embedding(tokens.ids, self.model.embed_tokens.weight, vocabulary, row)
+            branch, x, load = block(branch, embedded, table, row)
+            if load is not None:
+                loads[block.layer.index] = load
+            losses.append(ops.cross_entropy(x, self.head, tokens.labels, tokens.at, vocabulary, row))
+        return tuple(losses)
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +251,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first to last."""
+        """The blocks, first to last, and after them the modules for multi-token prediction."""
         return list(self.model.layers.values())
 
     @property
@@ -231,11 +285,12 @@ class Decoder(nn.Module):
         return {name: place(name, tensor, self.places[name]) for name, tensor in named}
 
     @torch.no_grad()
-    def initialize(self, seed: int, adapters_only: bool = False) -> None:
-        """Initial weights: each value depends on the seed, the parameter's name and its global index alone."""
+    def initialize(self, seed: int, given: Collection[str] = ()) -> None:
+        """Initial weights, but of parameters that are ``given``: each value depends on the seed, the parameter's name
+        and its global index alone."""
         for name, placed in self.placed().items():
             spec = self.specs[name]
-            if adapters_only and not is_adapter(name):
+            if name in given:
                 continue
             if spec.std is None:
                 placed.tensor.fill_(spec.fill)

@@ -55,7 +55,8 @@ def stored_pieces(config: Model) -> dict[str, Piece]:
     """Every tensor of a Hugging Face folder of this model, in model order. Experts are stacked in ours and apart there:
     ``mlp.experts.gate_proj.weight`` [E, N, K] is ``mlp.experts.0.gate_proj.weight`` [N, K], ``mlp.experts.1. ...``"""
     pieces: dict[str, Piece] = {}
-    for name, spec in parameter_specs(config).items():
+    # No family that we write has a place for multi-token prediction.
+    for name, spec in parameter_specs(config.model_copy(update={"mtp_layers": 0})).items():
         if spec.role == "experts":
             layer, _, matrix = name.partition(".experts.")
             pieces |= {f"{layer}.experts.{e}.{matrix}": Piece(name, e) for e in range(spec.shape[0])}

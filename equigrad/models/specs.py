@@ -62,6 +62,11 @@ def parameter_specs(config: Model, lora: Lora | None = None) -> dict[str, Spec]:
     specs = _model_specs(config)
     if lora is None:
         return specs
+    if config.mtp_layers:
+        raise UserError(
+            "[lora] trains no modules for multi-token prediction: start from a model without them, as `equigrad export`"
+            " writes it"
+        )
     adapted, together = set(adapted_weights(specs, lora)), dict[str, Spec]()
     for name, spec in specs.items():
         together[name] = replace(spec, frozen=spec.role != "state")
@@ -86,8 +91,13 @@ def _model_specs(config: Model) -> dict[str, Spec]:
     def norm(name: str, width: int) -> None:
         specs[f"{name}.weight"] = Spec((width,), "vector", fill=1.0)
 
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.all_layers):
         at = f"model.layers.{layer}"
+        if layer >= config.num_hidden_layers:
+            # Each tensor rank has all of it and computes tokens of its own.
+            specs[f"{at}.eh_proj.weight"] = Spec((hidden, 2 * hidden), "matrix", std)
+            for which in "enorm", "hnorm", "shared_head.norm":
+                norm(f"{at}.{which}", hidden)
         norm(f"{at}.input_layernorm", hidden)
         for which, heads in ("q", config.num_attention_heads), ("k", config.kv_heads), ("v", config.kv_heads):
             linear(f"{at}.self_attn.{which}_proj", heads * head, hidden, std, config.attention_bias, Cut(0, groups))
@@ -212,12 +222,14 @@ def token_flops(config: Model, lora: Lora | None = None) -> Callable[[float], fl
     def operations(spec: Spec) -> int:
         return spec.numel * (4 if spec.frozen else 6)
 
-    weights: float = sum(operations(s) for s in specs.values() if s.role in ("matrix", "head"))
+    heads = 1 + config.mtp_layers  # times that the head is used
+    weights: float = sum(operations(s) * (heads if s.role == "head" else 1) for s in specs.values()
+                         if s.role in ("matrix", "head"))  # fmt: skip
     if config.experts is not None:
         share = config.experts.num_experts_per_tok / config.experts.num_experts
         weights += share * sum(operations(s) for s in specs.values() if s.role == "experts")
     if config.tie_word_embeddings:
-        weights += operations(specs["model.embed_tokens.weight"])
+        weights += operations(specs["model.embed_tokens.weight"]) * heads
     width = 12 * config.num_attention_heads * config.head_size
-    windows = Counter(config.window(layer) or math.inf for layer in range(config.num_hidden_layers))
+    windows = Counter(config.window(layer) or math.inf for layer in range(config.all_layers))
     return lambda context: weights + sum(width * n * min(context, window) for window, n in windows.items())

@@ -66,6 +66,9 @@ class NativeOps:
         y = reduce_scatter(_linears(x, self.dtype, [weight], [None], [adapter])[0], row.tensor)
         return y if bias is None else _Bias.apply(y, bias)
 
+    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
+        return _linears(torch.cat([a, b], 1), self.dtype, [weight], [None], ())[0].to(a.dtype)
+
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
         return _Norm.apply(x, weight, eps)
 

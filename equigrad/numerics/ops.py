@@ -80,6 +80,12 @@ class Ops(Protocol):
         """From features back to the residual stream: ``x`` [T, K], ``weight`` [N, K], ``bias`` [N] -> [T, N]."""
         ...
 
+    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
+        """In the residual stream: ``a`` and ``b`` [T, H], side by side, times ``weight`` [N, 2H] transposed -> [T, N].
+
+        Tensor ranks all have the weight whole, and each has a part of its gradient."""
+        ...
+
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
         """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``; ``x`` [..., D], ``weight`` [D]."""
         ...
