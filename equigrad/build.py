@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from equigrad.config import Job
+from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.memory import recompute
 from equigrad.models.decoder import Decoder
@@ -36,7 +37,8 @@ def build_parts(job: Job, world: World) -> dict[int, Decoder]:
 def _build(job: Job, world: World, part: Part) -> Decoder:
     ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
     sharded = data_mesh(world) is not None
-    model = Decoder(job.model, ops, "meta" if sharded else world.device, places(job.model, world, part), part)
+    device, boxes = "meta" if sharded else world.device, places(job.model, world, part, job.lora)
+    model = Decoder(job.model, ops, device, boxes, part, job.lora)
     blocks = model.blocks
     if job.numerics.compile:
         # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
@@ -51,22 +53,22 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
     return model.to_empty(device=world.device) if sharded else model
 
 
-def places(model: Model, world: World, part: Part) -> dict[str, Placement]:
+def places(model: Model, world: World, part: Part, lora: Lora | None = None) -> dict[str, Placement]:
     """The box of each parameter that this rank works with, before it is sharded over the data ranks."""
     tensor, expert, found = world.axis("tp"), world.axis("ep"), {}
-    for name, spec in parameter_specs(model).items():
+    for name, spec in parameter_specs(model, lora).items():
         if spec.role == "state":  # it is not sharded: every rank has all of it
             found[name] = whole(name, spec.shape, replica=world.rank % (world.size // world.axis("pp").size))
             continue
         box = whole(name, spec.shape, replica=tensor.rank if spec.tensor is None else 0)
         for cut, axis in ((spec.tensor, tensor), (spec.expert, expert)):
             box = box if cut is None else box.part(*cut, axis.size, axis.rank)
-        if is_second_copy(name, part, model.tie_word_embeddings):
+        if is_second_copy(name, part, model.embedding_at_end):
             box = replace(box, replica=box.replica + tensor.size)
         found[name] = box
     return found
 
 
-def is_second_copy(name: str, part: Part, tied: bool) -> bool:
-    """Whether a parameter of this part is the copy of a tied embedding that the head of a pipeline works with."""
-    return tied and name == EMBEDDING and part.last and not part.first
+def is_second_copy(name: str, part: Part, both_ends: bool) -> bool:
+    """Whether a parameter of this part is the copy of the embedding that the end of a pipeline works with."""
+    return both_ends and name == EMBEDDING and part.last and not part.first

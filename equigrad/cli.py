@@ -181,6 +181,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("folder", help="Hugging Face folder to create")
         add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; by default as imported")
         add("--shard-mb", type=int, default=5000, metavar="MB", help="largest weights file (5000)")
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument("--merge", action="store_true", help="adapters become part of the weights (as by default)")
+        what.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT stores them")
     elif command == "tokenizer":
         add("action", choices=("train",))
         add("sources", nargs="+", help="builtin:NAME, files, globs or hf:NAME")

@@ -26,7 +26,7 @@ from equigrad.objectives.load_balance import load_balance
 from equigrad.parallel.pipeline import Hidden, run_pipeline
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
-from equigrad.rows import RowTensors, row_tensors
+from equigrad.rows import RowTensors, further_loss_tokens, row_tensors
 from equigrad.schedule.division import pipeline_order
 from equigrad.schedule.packing import Schedule
 from equigrad.schedule.pipeline import programs
@@ -42,11 +42,13 @@ class Outcome:
 
     loss:    sum of the losses, each over the normaliser, where this rank computes and counts them, else 0
     balance: sum of the load-balancing terms of its experts
+    further: sum of the losses of multi-token prediction, the mean over its modules, where ``loss`` is counted
     tokens:  tokens that it computed, counted once
     """
 
     loss: float
     balance: float
+    further: float
     tokens: int
 
 
@@ -62,14 +64,19 @@ class Execution:
 
     def train(self, stream: Stream, batch: Batch, schedule: Schedule) -> Outcome:
         """Accumulate the gradients of this lane's rows in the parameters."""
-        rows, layout = self._rows(stream, batch.samples, schedule), self._job.layout
+        model, layout = self._job.model, self._job.layout
+        rows = self._rows(stream, batch.samples, schedule, model.mtp_layers)
         work = _Work(rows, partial(language_model, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
+        if model.mtp_layers:
+            depths = range(1, model.mtp_layers + 1)
+            work.counts = [further_loss_tokens(stream, batch.samples, depth) for depth in depths]
+            work.coefficient = model.mtp_loss_coef
         if self._pipeline.size > 1:
             return self._piped(work, batch.samples, schedule, backward=True)
-        losses, (model,) = [], self._parts.values()
+        losses, (part,) = [], self._parts.values()
         for number in range(len(rows)):
-            reduce_gradients(model, layout.reduce_every_round or number == len(rows) - 1)
-            loss = work.forward(model, None, number)
+            reduce_gradients(part, layout.reduce_every_round or number == len(rows) - 1)
+            loss = work.forward(part, None, number)
             loss.backward()
             losses.append(loss.detach())
         return self._outcome(losses, work)
@@ -99,9 +106,11 @@ class Execution:
         (model,) = self._parts.values()
         return self._outcome([work.forward(model, None, number) for number in range(len(work.rows))], work)
 
-    def _rows(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule) -> list[RowTensors]:
+    def _rows(
+        self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule, further: int = 0
+    ) -> list[RowTensors]:
         lane = schedule.lane(self._world.lane)
-        return [row_tensors(stream, [samples[i] for i in row], self._world) for row in lane]
+        return [row_tensors(stream, [samples[i] for i in row], self._world, further) for row in lane]
 
     def _piped(self, work: "_Work", samples: Sequence[SampleRef], schedule: Schedule, *, backward: bool) -> Outcome:
         lengths = [sample.length for sample in samples]
@@ -116,7 +125,8 @@ class Execution:
         # Of the loss all tensor ranks have the same share; of the routers' tokens each has its own.
         counts = self._world.axis("tp").rank == 0
         tokens = sum(len(row.ids) for row in work.rows) if counts and self._pipeline.rank == 0 else 0
-        return Outcome(_added(losses) if counts else 0.0, _added(work.balance), tokens)
+        own = [_added(terms) if counts else 0.0 for terms in (losses, work.further)]
+        return Outcome(own[0], _added(work.balance), own[1], tokens)
 
 
 def _added(values: Sequence[Tensor]) -> float:
@@ -129,17 +139,34 @@ def _total(losses: Tensor) -> Tensor:
 
 
 class _Work:
-    """What is to be computed of some rows, and the load-balancing terms that came of it, one for each row and part."""
+    """What is to be computed of some rows, and the further terms of the loss that came of it, each apart.
+
+    balance:     load-balancing terms, one for each row and part
+    further:     losses of multi-token prediction, one for each row, the mean over the modules
+    counts:      the normaliser of each module
+    coefficient: what their mean is multiplied by
+    """
 
     def __init__(self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None") -> None:
         self.rows, self._term, self._balance_term = rows, term, balance_term
         self.balance: list[Tensor] = []
+        self.further: list[Tensor] = []
+        self.counts: list[int] = []
+        self.coefficient = 0.0
 
     def forward(self, part: Decoder, x: Tensor | None, number: int) -> Tensor:
         """One row through one part: the residual stream that leaves it, or the row's term of the loss."""
         row, loads = self.rows[number], Loads()
-        y = part(row.ids, row.row, row.labels, row.at, x, loads)
-        y = self._term(y) if part.part.last else y
+        y = part(row.ids, row.row, row.labels, row.at, x, loads, row.ahead)
+        if part.part.last:
+            own, *further = y if row.ahead else (y,)
+            y = self._term(own)
+            if further:
+                # No label at all is so far ahead: then none is counted, and the sum over none is zero.
+                terms = [language_model(loss, max(n, 1)) for loss, n in zip(further, self.counts, strict=True)]
+                term = torch.stack(terms).sum() / len(terms)
+                self.further.append(term.detach())
+                y = _WithTerm.apply(y, term * self.coefficient)
         balance = None if self._balance_term is None else self._balance_term(loads)
         if balance is None:
             return y

@@ -12,6 +12,7 @@ from equigrad.config.model import Experts
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.errors import UserError
 from equigrad.models.huggingface import read_config
+from equigrad.models.specs import parameter_specs
 from equigrad.run import Run
 
 
@@ -37,30 +38,47 @@ def find_weights(path: str | Path) -> Weights:
         raise UserError(
             f"{folder} has neither config.json (a model), job.toml (a run) nor manifest.json (a checkpoint)"
         )
-    model = run.job().model.model_copy(update={"weights": None})
-    return Weights(folder, model, run.tokenizer, checkpoint)
+    job = run.job()
+    model = job.model.model_copy(update={"weights": None})
+    return Weights(folder, model, run.tokenizer, checkpoint, job.lora)
 
 
 def resolve_weights(job: Job) -> Job:
     """Fill the model's shape, and the tokenizer unless one is given, from ``model.weights``."""
     if job.model.weights is None:
+        _check_adapters(job)
         return job
     found = find_weights(job.model.weights)
+    if found.lora is not None and found.lora != job.lora:
+        raise UserError(
+            f"{found.folder} holds adapters, and the job has others or none: give it the same [lora] to go on with"
+            f" them, or start from what `equigrad export '{found.folder}' FOLDER` makes of them and their model"
+        )
     explicit = job.model.model_fields_set - {"weights"}
     experts = _given_experts(job.model.experts, found) if "experts" in explicit else found.model.experts
-    for key in sorted(explicit - {"experts"}):
+    free = {"mtp_loss_coef"} | ({"mtp_layers"} if found.model.mtp_layers == 0 else set())  # new modules may be added
+    for key in sorted(explicit - {"experts"} - free):
         _check_same(key, getattr(job.model, key), getattr(found.model, key), found)
-    model = found.model.model_copy(update={"weights": job.model.weights, "experts": experts})
+    chosen = {key: getattr(job.model, key) for key in explicit & free}
+    model = found.model.model_copy(update={"weights": job.model.weights, "experts": experts} | chosen)
     data = job.data
     if "tokenizer" not in data.model_fields_set:
         if found.tokenizer is None:
             raise UserError(f"{found.folder} has no tokenizer.json; name the model's tokenizer in data.tokenizer")
-        chosen = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
-        data = data.model_copy(update={"tokenizer": chosen})
+        tokenizer = data.tokenizer.model_copy(update={"kind": "file", "path": str(found.tokenizer)})
+        data = data.model_copy(update={"tokenizer": tokenizer})
     job = job.model_copy(update={"model": model, "data": data})
     check_context(job, found)
     check_layout(job)
+    _check_adapters(job)
     return job
+
+
+def _check_adapters(job: Job) -> None:
+    """``UserError`` for targets of adapters that the model does not have."""
+    if job.lora is not None:
+        # Which layers there are does not depend on the vocabulary, which may not be known yet.
+        parameter_specs(job.model.model_copy(update={"vocab_size": job.model.vocab_size or 2}), job.lora)
 
 
 def _given_experts(ours: Experts | None, found: Weights) -> Experts | None:

@@ -30,8 +30,8 @@ from equigrad.errors import UserError
 from equigrad.files import write_json, write_text, writing
 
 # What a resumed run may not change: the meaning of its state.
-_FIXED = ("seed", "model", "data")
-_FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef")
+_FIXED = ("seed", "model", "lora", "data")
+_FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef", "model.mtp_loss_coef")
 _LOCK = ".lock"
 
 

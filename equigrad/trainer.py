@@ -1,7 +1,7 @@
 """The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Trainer:
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.parts = build_parts(job, world)
-        self.specs = parameter_specs(job.model)
+        self.specs = parameter_specs(job.model, job.lora)
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
         self.balance = Balance(job.model, self.parameters, world.device, world.rank)
         self.execution = Execution(job, world, self.parts, self.balance)
@@ -54,10 +54,10 @@ class Trainer:
         (model,) = self.parts.values()
         return model
 
-    def initialize(self, seed: int) -> None:
-        """Give the parameters their initial values, the same on every layout."""
+    def initialize(self, seed: int, given: Collection[str] = ()) -> None:
+        """Give the parameters, but those that are ``given``, their initial values, the same on every layout."""
         for part in self.parts.values():
-            part.initialize(seed)
+            part.initialize(seed, given)
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""
@@ -109,8 +109,8 @@ class Trainer:
         own = self.execution.train(self.stream, batch, schedule)
         gradients = self.gradients()
         square = float(local_square_sum(gradients.values()))
-        figures = [own.loss, own.balance, square, float(own.tokens), float(stop.asked)]
-        loss, balance, square, executed, asked = world.sum(figures)
+        figures = [own.loss, own.balance, own.further, square, float(own.tokens), float(stop.asked)]
+        loss, balance, further, square, executed, asked = world.sum(figures)
         counts = world.add(self.balance.take())
         norm = square**0.5
         lr = learning_rate(job.optim, self.step, job.train.steps)
@@ -120,6 +120,8 @@ class Trainer:
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        if job.model.mtp_layers:
+            record["mtp_loss"] = further
         if self.balance.layers:
             record |= {"balance_loss": balance} | self.balance.metrics(counts)
         return record, asked > 0
@@ -140,7 +142,7 @@ class Trainer:
         local = {n: local_part(p.grad) for n, p in self._named() if p.grad is not None}
         partial = [n for n in local if self.specs[n].tensor is None]
         add_up([local[n] for n in partial], self.world.axis("tp"))
-        if self.job.model.tie_word_embeddings and EMBEDDING in local:
+        if self.job.model.embedding_at_end and EMBEDDING in local:
             add_ends(local[EMBEDDING], self.world.axis("pp"))
         return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
 

@@ -47,7 +47,18 @@ TORCH_FREE = [
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip
-OPTIONAL = {"wandb", "tensorboard", "transformers", "datasets", "pyarrow", "ray", "vllm", "triton", "flash_attn"}
+OPTIONAL = {
+    "wandb",
+    "tensorboard",
+    "transformers",
+    "peft",
+    "datasets",
+    "pyarrow",
+    "ray",
+    "vllm",
+    "triton",
+    "flash_attn",
+}
 CUDA = {
     "config/layout.py": "the device is the user's choice",
     "parallel/world.py": "here a rank gets its device",

@@ -6,6 +6,7 @@ Which stored tensor is which part of a parameter, the model's ``stored_pieces`` 
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from equigrad.checkpoint.state import load, read_tensors
 from equigrad.checkpoint.weights import Weights
+from equigrad.config.lora import Lora
 from equigrad.errors import UserError
 from equigrad.models.huggingface import Piece, stored_pieces
+from equigrad.models.specs import is_adapter, parameter_specs
 from equigrad.parallel.placement import Placed
 
 _INDEX = "model.safetensors.index.json"
@@ -26,12 +29,14 @@ _SINGLE = "model.safetensors"
 
 
 def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
-    """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it.
+    """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it. What
+    the weights do not have (adapters, modules for multi-token prediction) stays as it is.
 
     Raises ``UserError`` for damaged files and for names or shapes that are not the model's.
     """
     if weights.checkpoint is not None:
-        named = {f"model.{n}": p.renamed(f"model.{n}") for n, p in parameters.items()}
+        wanted = parameters.keys() & parameter_specs(weights.model, weights.lora).keys()
+        named = {f"model.{n}": parameters[n].renamed(f"model.{n}") for n in wanted}
         load(weights.checkpoint, named, only="model.")
         return
     files, pieces = weight_files(weights.folder), stored_pieces(weights.model)
@@ -94,8 +99,8 @@ def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for piece in parts:
             names.setdefault(piece.parameter, []).append(name)
     waiting: dict[str, dict[Piece, Tensor]] = {}
-    for parameter, tensor in read_tensors(weights.checkpoint):
-        for name in names[parameter]:
+    for parameter, tensor in merged(read_tensors(weights.checkpoint), weights.lora):
+        for name in names.get(parameter, []):  # modules for multi-token prediction have no place there
             found = waiting.setdefault(name, {})
             for piece in pieces[name]:
                 if piece.parameter == parameter:
@@ -105,6 +110,20 @@ def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
                 turns = [found[piece] for piece in pieces[name]]
                 yield name, turns[0] if len(turns) == 1 else torch.stack(turns, -1).flatten(-2)
                 del waiting[name]
+
+
+def merged(named: Iterable[tuple[str, Tensor]], lora: Lora | None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters in name order, one by one, each weight with what its adapter adds to it."""
+    pair: list[Tensor] = []
+    for name, tensor in named:
+        if lora is not None and is_adapter(name):
+            pair.append(tensor)  # they come right before their weight
+        elif lora is not None and pair and name.endswith(".weight"):
+            a, b = pair
+            pair = []
+            yield name, tensor + (b @ a).mul_(lora.scale)
+        else:
+            yield name, tensor
 
 
 def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -198,15 +217,31 @@ def write_huggingface(
 
     Everything is written beside the folder and moved into place at the end. ``UserError`` where that fails.
     """
-    aside = folder.with_name(f".{folder.name}.tmp")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    with _made_aside(folder) as aside:
         _write_shards(aside, tensors, shard_bytes)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         special = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": list(stop_ids)}
         special = {k: v for k, v in special.items() if v not in (None, [])}
         (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write adapters as PEFT stores them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    with _made_aside(folder) as aside:
+        file = aside / "adapter_model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        file.chmod(0o644)
+        (aside / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextmanager
+def _made_aside(folder: Path) -> Iterator[Path]:
+    """A folder to write into; what is in it at the end moves to ``folder``. ``UserError`` where that fails."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
         folder.mkdir(parents=True, exist_ok=True)
         for file in aside.iterdir():
             file.replace(folder / file.name)

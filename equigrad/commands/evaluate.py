@@ -37,7 +37,7 @@ def _job(weights: Weights, arguments: argparse.Namespace, overrides: Sequence[st
 
     if arguments.job:
         job = load_job(Path(arguments.job), overrides)
-        return job.model_copy(update={"model": weights.model})
+        return job.model_copy(update={"model": weights.model, "lora": weights.lora})
     tree = own_job(weights).model_dump(exclude_none=True)
     tree["layout"] = {}  # of this command, not of the training run
     origin: dict[str, str] = {}

@@ -9,8 +9,8 @@ from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.files import writing
-from equigrad.models.huggingface import stored_pieces, to_huggingface
-from equigrad.models.specs import parameter_count, parameter_specs
+from equigrad.models.huggingface import peft_name, stored_pieces, to_huggingface, to_peft
+from equigrad.models.specs import is_adapter, parameter_count, parameter_specs
 from equigrad.resolve import find_weights
 from equigrad.run import Run
 
@@ -57,6 +57,25 @@ def _import(weights: Weights, run: Run) -> None:
         print("no tokenizer.json there, so none was imported")
 
 
+def _export_adapter(weights: Weights, folder: Path, dtype: str) -> int:
+    import torch
+
+    from equigrad.checkpoint.huggingface import write_adapter
+    from equigrad.checkpoint.state import read_tensors
+    from equigrad.commands.models import own_job
+
+    if weights.lora is None or weights.checkpoint is None:
+        raise UserError(f"{weights.folder} has no adapters: only a run with [lora] has; leave --adapter out")
+    base, kind = own_job(weights).model.weights, getattr(torch, dtype)
+    if base is not None and not (Path(base) / "config.json").exists():
+        base = None  # a run, which PEFT cannot read
+    named = ((n, t) for n, t in read_tensors(weights.checkpoint) if is_adapter(n))
+    tensors = {peft_name(name): tensor.to(kind) for name, tensor in named}
+    write_adapter(folder.resolve(), to_peft(weights.model, weights.lora, base), tensors)
+    print(f"{folder}: {parameter_count(weights.model, weights.lora, True):,} parameters of adapters in {dtype}")
+    return 0
+
+
 def export_main(arguments: argparse.Namespace) -> int:
     """Write config, weights and tokenizer in a form that ``transformers`` loads."""
     import torch
@@ -70,6 +89,8 @@ def export_main(arguments: argparse.Namespace) -> int:
     weights, folder = find_weights(arguments.model), Path(arguments.folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder")
+    if arguments.adapter:
+        return _export_adapter(weights, folder, arguments.dtype or "float32")
     if weights.checkpoint is not None:
         stored = read_manifest(weights.checkpoint).meta.get("imported_dtypes", {})
     else:
@@ -85,5 +106,8 @@ def export_main(arguments: argparse.Namespace) -> int:
     if tokenizer is not None:
         with writing(folder):
             tokenizer.save(folder)
-    print(f"{folder}: {parameter_count(weights.model):,} parameters in {dtype}")
+    model = weights.model.model_copy(update={"mtp_layers": 0})
+    print(f"{folder}: {parameter_count(model):,} parameters in {dtype}")
+    if left := weights.model.mtp_layers:
+        print(f"note: {left} modules for multi-token prediction are left out: {model.family} has no place for them")
     return 0

@@ -36,7 +36,7 @@ def _run(run: Run) -> dict[str, Any]:
         "name": job.name,
         "finished": summary is not None and summary["steps"] >= job.train.steps,
         "steps": job.train.steps,
-        "parameters": parameter_count(job.model),
+        "parameters": parameter_count(job.model, job.lora),
         "layout": job.layout.describe(),
         "checkpoints": [_checkpoint(c) for c in list_checkpoints(run.folder / "checkpoints")],
         "summary": summary,

@@ -20,7 +20,7 @@ from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
-from equigrad.models.specs import flops_per_token, parameter_count
+from equigrad.models.specs import flops_per_token, parameter_count, parameter_specs
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
@@ -157,6 +157,8 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
         trainer.resume(checkpoint)
     elif trainer.job.model.weights is not None:
         found = find_weights(trainer.job.model.weights)
+        # Adapters and modules for multi-token prediction may be new to them.
+        trainer.initialize(trainer.job.seed, given=parameter_specs(found.model, found.lora))
         load_weights(found, trainer.parameters)
     else:
         trainer.initialize(trainer.job.seed)
@@ -166,7 +168,10 @@ def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
     """What is shown of the run, from here on."""
     job, step = trainer.job, trainer.step
     processes = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
-    title = f"{run.folder}: {parameter_count(job.model):,} parameters on {trainer.world.device.type}{processes}"
+    size = f"{parameter_count(job.model, job.lora):,} parameters"
+    if job.lora is not None:
+        size += f" ({parameter_count(job.model, job.lora, trained=True):,} of them trained)"
+    title = f"{run.folder}: {size} on {trainer.world.device.type}{processes}"
     if step:
         title += f", resumed after step {step}"
     return open_progress(job.train.steps, step, title, peak.source)
@@ -193,7 +198,7 @@ class _Recorder(Observer):
         rate = batch.tokens / record["step_seconds"]
         # Mean number of keys that a query of this batch sees.
         context = sum(s.length * (s.length + 1) / 2 for s in batch.samples) / batch.tokens
-        used = flops_per_token(job.model, context) * rate / world.size
+        used = flops_per_token(job.model, context, job.lora) * rate / world.size
         self._log(
             record
             | {
@@ -236,7 +241,7 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
         "tokens_per_second": round(counters["tokens"] / in_steps, 1) if in_steps else None,
         "held_out_loss": None,
         "held_out_bits_per_byte": None,
-        "parameters": parameter_count(job.model),
+        "parameters": parameter_count(job.model, job.lora),
         "parameter_digest": parameter_digest,
     }
     if held_out is not None:

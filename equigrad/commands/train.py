@@ -105,10 +105,12 @@ def _dry_run(job: Job) -> int:
     if job.batch.samples is None:
         tokens = f"at most {job.batch.budget:,}"
     print(dump_toml(job))
-    print(f"# parameters        {parameter_count(job.model):,}")
+    trained = f" ({parameter_count(job.model, job.lora, trained=True):,} of them trained)" if job.lora else ""
+    print(f"# parameters        {parameter_count(job.model, job.lora):,}{trained}")
     print(f"# tokens per step   {tokens}")
     print(f"# steps             {job.train.steps:,}")
-    print(f"# operations        {flops_per_token(job.model, job.data.context / 2):.3g} per token, forward and backward")
+    flops = flops_per_token(job.model, job.data.context / 2, job.lora)
+    print(f"# operations        {flops:.3g} per token, forward and backward")
     print(f"# processes         {job.layout.describe()}")
     parts = {n: getattr(memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "logits")}
     print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated, tensors alone: "

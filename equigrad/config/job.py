@@ -9,6 +9,7 @@ from equigrad.config.checkpoint import Checkpoint
 from equigrad.config.data import BatchConfig, Data
 from equigrad.config.fit import misfits
 from equigrad.config.layout import Layout
+from equigrad.config.lora import Lora
 from equigrad.config.memory import Memory
 from equigrad.config.model import Model
 from equigrad.config.numerics import Numerics
@@ -28,6 +29,8 @@ class Job(Section):
     data: Data = Data()
     batch: BatchConfig = BatchConfig()
     model: Model = Model()
+    lora: Lora | None = None
+    """Train adapters in place of the weights."""
     optim: Optim = Optim()
     layout: Layout = Layout()
     numerics: Numerics = Numerics()

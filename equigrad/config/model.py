@@ -124,6 +124,12 @@ class Model(Section):
     """RMSNorm on each query and key head (Qwen3: true)."""
     experts: Experts | None = None
     """Mixture of experts in place of feed-forward blocks."""
+    mtp_layers: int = Field(0, ge=0)
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): so many modules after the last block, one after another,
+    each of one block. The first predicts the token after the next, the second the one after that. They are for training
+    alone: evaluation and decoding ignore them, and exports leave them out."""
+    mtp_loss_coef: float = Field(0.3, ge=0)
+    """Coefficient of their loss, which is the mean over the modules."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head."""
     rms_norm_eps: float = Field(1e-6, gt=0)
@@ -158,6 +164,16 @@ class Model(Section):
             raise ValueError("model.vocab_size is not resolved yet: it comes from the tokenizer")
         return self.vocab_size
 
+    @property
+    def all_layers(self) -> int:
+        """Number of blocks, those of multi-token prediction included, which come last."""
+        return self.num_hidden_layers + self.mtp_layers
+
+    @property
+    def embedding_at_end(self) -> bool:
+        """Whether the embedding is used behind the last block as well."""
+        return self.tie_word_embeddings or self.mtp_layers > 0
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None for full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
@@ -172,7 +188,7 @@ class Model(Section):
     @property
     def sparse_layers(self) -> list[int]:
         """The layers with experts."""
-        return [layer for layer in range(self.num_hidden_layers) if self.is_sparse(layer)]
+        return [layer for layer in range(self.all_layers) if self.is_sparse(layer)]
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "Model":

@@ -32,13 +32,13 @@ def estimate(job: Job) -> Estimate:
     embedding and head and two blocks.
     """
     model, shards = job.model, job.layout.dp_shard
-    count = parameter_count(model)
+    count, trained = (parameter_count(model, job.lora, only) for only in (False, True))
     tokens = job.batch.row_tokens
     low = 2 if job.numerics.dtype == "bfloat16" else 4
     heads = model.num_attention_heads + model.kv_heads
     # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v and the
     # attention output (compute type); and what the feed-forward part keeps.
-    layers = model.num_hidden_layers
+    layers = model.all_layers
     block = 4 * 2 * model.hidden_size + low * (2 * model.hidden_size + 2 * heads * model.head_size)
     block += sum(_feed_bytes(model, layer, low) for layer in range(layers)) // layers
     kept = layers
@@ -48,19 +48,20 @@ def estimate(job: Job) -> Estimate:
         activations = tokens * (kept * block + recomputed * 4 * model.hidden_size)
     else:
         activations = tokens * kept * block
-    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20)
+    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
     sharded = -(-count // shards)
     # Gathered, a rank has its share of the experts.
-    specs = {name: spec for name, spec in parameter_specs(model).items() if spec.role != "state"}
+    specs = {name: spec for name, spec in parameter_specs(model, job.lora).items() if spec.role != "state"}
     sizes = {name: -(-s.numel // job.layout.ep) if s.expert else s.numel for name, s in specs.items()}
     here = sum(sizes.values())
-    whole = here if not job.layout.reduce_every_round else sharded
+    own = -(-trained // shards)
+    whole = sum(sizes[n] for n, s in specs.items() if s.trained) if not job.layout.reduce_every_round else own
     gathered = 0
     if job.layout.data_lanes > 1:  # gathered parameters are a second copy even where there is one shard
         in_blocks = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
         kept_blocks = 2 if job.layout.reshard_after_forward else layers
         gathered = here - in_blocks + in_blocks * min(kept_blocks, layers) // layers
-    optimizer = _OPTIMIZER_BYTES[job.optim.name] * sharded
+    optimizer = _OPTIMIZER_BYTES[job.optim.name] * own
     return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)
 
 

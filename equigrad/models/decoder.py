@@ -4,18 +4,20 @@ It knows its configuration and calls ops; it does not know how it is sharded, ho
 for. Everything a token's result depends on is in the arguments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
-from equigrad.models.specs import parameter_specs
-from equigrad.numerics.ops import AttentionLayer, Ops, RotaryTable
+from equigrad.models.specs import Spec, parameter_specs
+from equigrad.numerics.ops import Adapter, AttentionLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.routing import Load, Loads
 from equigrad.numerics.row import Row
@@ -54,20 +56,21 @@ class Block(nn.Module):
         projections = (own.q_proj, own.k_proj, own.v_proj)
         q, k, v = (
             t.unflatten(-1, (-1, config.head_size))
-            for t in ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
+            for t in ops.column_linears(x, *_parts(projections), row, _adapters(projections))
         )
         if config.qk_norm:
             q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
             k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
         mixed = ops.attention(q, k, v, self.layer, row, own.sinks)
-        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row)
+        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row, own.o_proj.adapter)
 
     def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
         ops = self.ops
         projections = (own.gate_proj, own.up_proj)
-        gate, up = ops.column_linears(x, [p.weight for p in projections], [p.bias for p in projections], row)
-        return ops.row_linear(ops.gated(gate, up, row), own.down_proj.weight, own.down_proj.bias, row)
+        gate, up = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
+        down = own.down_proj
+        return ops.row_linear(ops.gated(gate, up, row), down.weight, down.bias, row, down.adapter)
 
     def _feed_experts(self, x: Tensor, row: Row) -> tuple[Tensor, Load]:
         ops, own, experts = self.ops, self.mlp, self.config.experts
@@ -97,19 +100,73 @@ class Block(nn.Module):
         return ops.token_gate(branch, own.shared_expert_gate.weight, self._feed(x, own.shared_expert, row), row)
 
 
+class FurtherBlock(Block):
+    """A module for multi-token prediction: from the residual stream and the tokens further ahead to the stream from
+    which the head predicts the tokens after those (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+
+    enorm: Any
+    hnorm: Any
+    eh_proj: Any
+    shared_head: Any
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ahead: Tensor, table: RotaryTable, row: Row
+    ) -> tuple[Tensor, Tensor, Load | None]:
+        """Residual stream [T, H] and embeddings [T, H] of the tokens ahead -> the stream that the next module goes on
+        from, the same as the head wants it, and the load of its router."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        ahead, x = ops.norm(ahead, self.enorm.weight, eps, row), ops.norm(x, self.hnorm.weight, eps, row)
+        x, load = super().forward(ops.joined_linear(ahead, x, self.eh_proj.weight, row), table, row)
+        x, branch = ops.fork(x, row)
+        return x, ops.norm(branch, self.shared_head.norm.weight, eps, row), load
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a module for multi-token prediction is given of a row, and what it is to predict.
+
+    ids:    [own tokens] int64, the token so many places further than each of the row
+    labels: [n] int64, the tokens after those, where they are in the segment and in the loss
+    at:     [n] int64, the own tokens that predict them
+    """
+
+    ids: Tensor
+    labels: Tensor
+    at: Tensor
+
+
 class _Holder(nn.Module):
-    """A name space for parameters; a bias, or sinks, that the model lacks read as None."""
+    """A name space for parameters; a bias, sinks or an adapter that the model lacks read as None."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     sinks: nn.Parameter | None
     e_score_correction_bias: Tensor | None
+    lora_A: Any
+    lora_B: Any
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
+        """``scale``: of adapters."""
         super().__init__()
+        self.scale = scale
         self.register_parameter("bias", None)
         self.register_parameter("sinks", None)
         self.register_buffer("e_score_correction_bias", None)
+        self.register_module("lora_A", None)
+        self.register_module("lora_B", None)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is added to the weight."""
+        return None if self.lora_A is None else Adapter(self.lora_A.weight, self.lora_B.weight, self.scale)
+
+
+def _parts(linears: Sequence[_Holder]) -> tuple[list[Tensor], list[Tensor | None]]:
+    return [linear.weight for linear in linears], [linear.bias for linear in linears]
+
+
+def _adapters(linears: Sequence[_Holder]) -> list[Adapter | None]:
+    return [linear.adapter for linear in linears]
 
 
 class Decoder(nn.Module):
@@ -126,22 +183,27 @@ class Decoder(nn.Module):
         device: torch.device | str = "meta",
         places: Mapping[str, Placement] | None = None,
         part: Part | None = None,
+        lora: Lora | None = None,
     ) -> None:
         """
         places: the box of each parameter that this rank works with; None: all of each
         part:   which blocks these are; None: all
+        lora:   adapters beside frozen weights; None: weights that are trained
         """
         super().__init__()
         self.config, self.ops = config, ops
-        self.specs = parameter_specs(config)
+        self.specs = parameter_specs(config, lora)
+        scale = 0.0 if lora is None else lora.scale
         self.model = nn.Module()
         self.part = part or Part(0, config.num_hidden_layers, config.num_hidden_layers)
-        blocks = range(self.part.start, self.part.stop)
-        self.model.layers = nn.ModuleDict({str(i): Block(config, ops, i) for i in blocks})
+        layers = config.num_hidden_layers
+        blocks = range(self.part.start, config.all_layers if self.part.last else self.part.stop)
+        kinds = {i: Block if i < layers else FurtherBlock for i in blocks}
+        self.model.layers = nn.ModuleDict({str(i): kind(config, ops, i) for i, kind in kinds.items()})
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
-            if self.part.holds(name, config.tie_word_embeddings):
-                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name].role != "state")
+            if self.part.holds(name, config.embedding_at_end):
+                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name], scale)
 
     def forward(
         self,
@@ -151,27 +213,43 @@ class Decoder(nn.Module):
         at: Tensor | None = None,
         x: Tensor | None = None,
         loads: Loads | None = None,
-    ) -> Tensor:
+        ahead: Sequence[Ahead] = (),
+    ) -> Tensor | tuple[Tensor, ...]:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
         ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them. A part that is not the first goes
         on from the residual stream ``x`` [T, H], and one that is not the last returns it. ``loads`` takes up how the
-        routers spread the tokens.
+        routers spread the tokens. ``ahead``, one for each module for multi-token prediction: their losses follow that
+        of ``labels``; without it they are ignored.
         """
         ops, vocabulary = self.ops, self.config.vocabulary
         if x is None:
             x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
         table = self.rotary_table(row)
-        for block in self.blocks:
+        loads = Loads() if loads is None else loads
+        main, further = self.blocks[: self.part.stop - self.part.start], self.blocks[self.part.stop - self.part.start :]
+        for block in main:
             x, load = block(x, table, row)
-            if load is not None and loads is not None:
+            if load is not None:
                 loads[block.layer.index] = load
         if not self.part.last:
             return x
+        branch = None
+        if ahead:
+            x, branch = ops.fork(x, row)
         x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
         if labels is None:
-            return ops.logits(x, self.head, at, vocabulary, row)
-        return ops.cross_entropy(x, self.head, labels, at, vocabulary, row)
+            return ops.logits(x, self.head, at, vocabulary, row, self.head_adapter)
+        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)]
+        if branch is None:
+            return losses[0]
+        for block, tokens in zip(further, ahead, strict=True):
+            embedded = ops.embedding(tokens.ids, self.model.embed_tokens.weight, vocabulary, row)
+            branch, x, load = block(branch, embedded, table, row)
+            if load is not None:
+                loads[block.layer.index] = load
+            losses.append(ops.cross_entropy(x, self.head, tokens.labels, tokens.at, vocabulary, row))
+        return tuple(losses)
 
     @property
     def device(self) -> torch.device:
@@ -180,13 +258,18 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first to last."""
+        """The blocks, first to last, and after them the modules for multi-token prediction."""
         return list(self.model.layers.values())
 
     @property
     def head(self) -> Tensor:
         """The output projection [V, H]."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head_adapter(self) -> Adapter | None:
+        """What is added to the output projection; a tied one takes nothing."""
+        return None if self.config.tie_word_embeddings else self.lm_head.adapter
 
     def rotary_table(self, row: Row) -> RotaryTable:
         """The rotary table of a row, shared by all blocks."""
@@ -209,10 +292,13 @@ class Decoder(nn.Module):
         return {name: place(name, tensor, self.places[name]) for name, tensor in named}
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Initial weights: each value depends on the seed, the parameter's name and its global index alone."""
+    def initialize(self, seed: int, given: Collection[str] = ()) -> None:
+        """Initial weights, but of parameters that are ``given``: each value depends on the seed, the parameter's name
+        and its global index alone."""
         for name, placed in self.placed().items():
             spec = self.specs[name]
+            if name in given:
+                continue
             if spec.std is None:
                 placed.tensor.fill_(spec.fill)
             else:
@@ -220,15 +306,15 @@ class Decoder(nn.Module):
                 fill_normal(placed.tensor, spec.std, seed, name, at.shape, at.offset)
 
 
-def _attach(root: nn.Module, name: str, tensor: Tensor, trained: bool) -> None:
-    """Register a parameter, or what gradients do not train, under its dotted name, making the holders on the way."""
+def _attach(root: nn.Module, name: str, tensor: Tensor, spec: Spec, scale: float) -> None:
+    """Register a parameter, or what has a rule of its own, under its dotted name, making the holders on the way."""
     *path, leaf = name.split(".")
     node = root
     for part in path:
-        if not hasattr(node, part):
-            node.add_module(part, _Holder())
+        if getattr(node, part, None) is None:
+            node.add_module(part, _Holder(scale))
         node = getattr(node, part)
-    if trained:
-        node.register_parameter(leaf, nn.Parameter(tensor))
-    else:
+    if spec.role == "state":
         node.register_buffer(leaf, tensor)
+    else:
+        node.register_parameter(leaf, nn.Parameter(tensor, requires_grad=spec.trained))

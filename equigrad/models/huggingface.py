@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from equigrad.config.lora import Lora
 from equigrad.config.model import Model, RopeScaling
 from equigrad.errors import UserError
-from equigrad.models.specs import parameter_specs
+from equigrad.models.specs import adapted_weights, parameter_specs
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -74,7 +75,8 @@ Pieces = tuple[Piece, ...]
 def stored_pieces(config: Model) -> dict[str, Pieces]:
     """Every tensor of a Hugging Face folder of this model, in model order."""
     pieces: dict[str, Pieces] = {}
-    for name, spec in parameter_specs(config).items():
+    # No family that we write has a place for multi-token prediction.
+    for name, spec in parameter_specs(config.model_copy(update={"mtp_layers": 0})).items():
         if config.family == "gpt_oss" and ".mlp." in name:
             pieces |= _gpt_oss_pieces(name)
         elif spec.expert is not None:
@@ -253,6 +255,24 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
     if config.family == "qwen3":
         raw["attention_bias"] = config.attention_bias
     return raw
+
+
+def to_peft(config: Model, lora: Lora, base: str | None) -> dict[str, Any]:
+    """The ``adapter_config.json`` of adapters, as PEFT reads it; ``base``: where the weights under them are."""
+    specs = parameter_specs(config)
+    modules = [name.removesuffix(".weight") for name in adapted_weights(specs, lora)]
+    ends = sorted({m.rpartition(".")[2] for m in modules})
+    # By the ends of their names where these mean no others, which is how most who read this file want it.
+    others = {n.removesuffix(".weight") for n in specs if n.endswith(".weight")} - set(modules)
+    targets = modules if any(m.rpartition(".")[2] in ends for m in others) else ends
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+            "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": targets, "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}  # fmt: skip
+
+
+def peft_name(name: str) -> str:
+    """What an adapter's parameter is called in ``adapter_model.safetensors``."""
+    return f"base_model.model.{name}"
 
 
 def _check_family(config: Model) -> None:

@@ -34,12 +34,13 @@ class Part:
         """Whether the loss comes out here."""
         return self.stop == self.layers
 
-    def holds(self, name: str, tied: bool) -> bool:
-        """Whether a parameter belongs to this part. A tied embedding belongs to the first and to the last."""
+    def holds(self, name: str, both_ends: bool) -> bool:
+        """Whether a parameter belongs to this part. Modules for multi-token prediction, numbered after the blocks,
+        belong to the last; an embedding that is used at ``both_ends`` to the first and to the last."""
         if found := _BLOCK.match(name):
-            return self.start <= int(found[1]) < self.stop
+            return self.start <= min(int(found[1]), self.layers - 1) < self.stop
         if name == EMBEDDING:
-            return self.first or (tied and self.last)
+            return self.first or (both_ends and self.last)
         return self.last
 
 
@@ -52,8 +53,11 @@ def cut_into_parts(model: Model, count: int, context: int) -> tuple[Part, ...]:
     if not 1 <= count <= layers:
         raise ValueError(f"{layers} blocks cannot be cut into {count} parts")
     work = token_flops(model)
+    # At the end: the head, and each module for multi-token prediction: a block, a projection and the head again.
     head = 6.0 * model.vocabulary * model.hidden_size
-    block = (work(context / 2) - head) / layers
+    module = head + 12.0 * model.hidden_size**2
+    block = (work(context / 2) - head - model.mtp_layers * module) / model.all_layers
+    head += model.mtp_layers * (module + block)
 
     @cache
     def best(stop: int, parts: int) -> tuple[float, int]:

@@ -5,7 +5,7 @@ backward pass is written out, for three reasons: the gradients of input and weig
 have one order, and less is saved and fewer passes over memory are made than autograd would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,7 @@ from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention
 from equigrad.numerics.deferred import is_deferred, weight_gradient
 from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, pairs, route
-from equigrad.numerics.ops import AttentionLayer, RotaryTable
+from equigrad.numerics.ops import Adapter, AttentionLayer, RotaryTable
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import Split, gather, reduce_scatter
@@ -48,15 +48,26 @@ class NativeOps:
         return reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
 
     def column_linears(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        row: Row,
+        adapters: Sequence[Adapter | None] = (),
     ) -> tuple[Tensor, ...]:
-        return _Linears.apply(gather(x, row.tensor), self.dtype, *pairs(weights, biases))
+        return _linears(gather(x, row.tensor), self.dtype, weights, biases, adapters)
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+    def row_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row, adapter: Adapter | None = None
+    ) -> Tensor:
         if row.tensor is None:
-            return _Linears.apply(x, self.dtype, weight, bias)[0]
-        y = reduce_scatter(_Linears.apply(x, self.dtype, weight, None)[0], row.tensor)
+            return _linears(x, self.dtype, [weight], [bias], [adapter])[0]
+        # A rank's part of ``x`` times its part of ``a`` is a part of a sum, and so is that times the whole ``b``.
+        y = reduce_scatter(_linears(x, self.dtype, [weight], [None], [adapter])[0], row.tensor)
         return y if bias is None else _Bias.apply(y, bias)
+
+    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
+        return _linears(torch.cat([a, b], 1), self.dtype, [weight], [None], ())[0].to(a.dtype)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
         return _Norm.apply(x, weight, eps)
@@ -119,20 +130,40 @@ class NativeOps:
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         return _Fork.apply(x)
 
-    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
-        y = _Linears.apply(_at(x, at, row), self.dtype, weight, None)[0]
+    def logits(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        adapter: Adapter | None = None,
+    ) -> Tensor:
+        y = _linears(_at(x, at, row), self.dtype, [weight], [None], [adapter])[0]
         if row.tensor is None:
             return y
         columns = Partition.contiguous(vocabulary, len(row.tensor.partition.ranges))
         return gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
     def cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        adapter: Adapter | None = None,
     ) -> Tensor:
         # Asked here: inside a function's forward gradients are always off, and inputs say that they need one.
         budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
-        head = _Head(self.dtype, budget, vocabulary, row.tensor)
-        return _CrossEntropy.apply(_at(x, at, row), weight, labels, head)
+        head = _Head(self.dtype, budget, vocabulary, row.tensor, 1.0 if adapter is None else adapter.scale)
+        x = _at(x, at, row)
+        if adapter is None:
+            return _CrossEntropy.apply(x, weight, labels, head, None, None)
+        x, branch = _Fork.apply(x)
+        low = _linears(branch, self.dtype, [adapter.a], [None], ())[0]
+        return _CrossEntropy.apply(x, weight, labels, head, low, adapter.b)
 
 
 def _at(x: Tensor, at: Tensor | None, row: Row) -> Tensor:
@@ -159,36 +190,71 @@ def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
     return dy.sum(0, dtype=like.dtype)
 
 
+def _linears(
+    x: Tensor,
+    dtype: torch.dtype,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[Adapter | None],
+) -> tuple[Tensor, ...]:
+    found = adapters or [None] * len(weights)
+    scales = tuple(1.0 if adapter is None else adapter.scale for adapter in found)
+    pairs = [(None, None) if adapter is None else (adapter.a, adapter.b) for adapter in found]
+    each = zip(weights, biases, pairs, strict=True)
+    return _Linears.apply(x, dtype, scales, *(t for weight, bias, pair in each for t in (weight, bias, *pair)))
+
+
 class _Linears(torch.autograd.Function):
-    """One input, several weights (and biases): ``pairs`` is weight, bias, weight, bias, ..."""
+    """One input, several weights: ``operands`` is weight, bias and an adapter's two matrices, and so on; ``scales``
+    are those of the adapters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, scales: tuple[float, ...], *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
         xq = x.to(dtype)
-        outputs = []
-        for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
+        outputs, lows = [], []
+        for scale, weight, bias, a, b in zip(scales, *(operands[n::4] for n in range(4)), strict=True):
             assert weight is not None
             wt = weight.to(dtype).t()
-            outputs.append(xq @ wt if bias is None else torch.addmm(bias.to(dtype), xq, wt))
-        ctx.save_for_backward(xq, *pairs)
-        ctx.x_dtype = x.dtype
+            y = xq @ wt if bias is None else torch.addmm(bias.to(dtype), xq, wt)
+            low = None
+            if a is not None and b is not None:
+                low = (xq @ a.to(dtype).t()).mul_(scale)
+                y.addmm_(low, b.to(dtype).t())
+            outputs.append(y)
+            lows.append(low)
+        # A frozen weight without an adapter does not need its input again.
+        needed = any(ctx.needs_input_grad[3::4]) or any(ctx.needs_input_grad[5::4])
+        ctx.save_for_backward(xq if needed else None, *operands, *lows)
+        ctx.x_dtype, ctx.scales = x.dtype, scales
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        xq, *pairs = ctx.saved_tensors
+        xq, *saved = ctx.saved_tensors
+        operands, lows = saved[: 4 * len(dys)], saved[4 * len(dys) :]
         dx: Tensor | None = None
         gradients: list[Tensor | None] = []
-        for index, dy in enumerate(dys):
-            weight, bias = pairs[2 * index], pairs[2 * index + 1]
-            needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
+        for index, (dy, scale, low) in enumerate(zip(dys, ctx.scales, lows, strict=True)):
+            weight, bias, a, b = operands[4 * index : 4 * index + 4]
+            needs = ctx.needs_input_grad[3 + 4 * index : 7 + 4 * index]
             if ctx.needs_input_grad[0]:
                 dx = _input_gradient(dy, weight) if dx is None else dx.addmm_(dy, weight.to(dy.dtype))
-            of_weight = partial(_linear_weight_gradient, dy, xq, weight)
-            gradients.append(weight_gradient(weight, of_weight) if needs_weight else None)
-            gradients.append(weight_gradient(bias, partial(_bias_gradient, dy, bias)) if needs_bias else None)
-        return (None if dx is None else dx.to(ctx.x_dtype), None, *gradients)
+            computed: list[Callable[[], Tensor]] = [
+                partial(_linear_weight_gradient, dy, xq, weight),
+                partial(_bias_gradient, dy, bias),
+            ]
+            if a is not None:
+                dlow = (dy @ b.to(dy.dtype)).mul_(scale)
+                dx = None if dx is None else dx.addmm_(dlow, a.to(dlow.dtype))
+                computed.append(partial(_linear_weight_gradient, dlow, xq, a))
+                computed.append(partial(_linear_weight_gradient, dy, low, b))
+            each = zip((weight, bias, a, b), computed, needs, strict=False)
+            found = [weight_gradient(of, compute) if needed else None for of, compute, needed in each]
+            gradients += [*found, *[None] * (4 - len(found))]
+        return (None if dx is None else dx.to(ctx.x_dtype), None, None, *gradients)
 
 
 class _Bias(torch.autograd.Function):
@@ -201,7 +267,8 @@ class _Bias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         (bias,) = ctx.saved_tensors
-        return dy, weight_gradient(bias, partial(_bias_gradient, dy, bias))
+        needed = ctx.needs_input_grad[1]
+        return dy, weight_gradient(bias, partial(_bias_gradient, dy, bias)) if needed else None
 
 
 class _Embedding(torch.autograd.Function):
@@ -214,6 +281,8 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
         ids, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None
         return None, weight_gradient(weight, lambda: torch.zeros_like(weight).index_add_(0, ids, dy.to(weight.dtype)))
 
 
@@ -234,8 +303,10 @@ class _Norm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         dy, unit = dy.float(), x.float() * inverse
         product = dy * unit
-        channels = product.flatten(0, -2).sum(0)
-        dw = weight_gradient(weight, lambda: channels.to(weight.dtype))
+        dw = None
+        if ctx.needs_input_grad[1]:
+            channels = product.flatten(0, -2).sum(0)
+            dw = weight_gradient(weight, lambda: channels.to(weight.dtype))
         # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a product of the matrix dy*unit with w
         mean = (product @ weight.float()).div_(-x.shape[-1]).unsqueeze_(-1)
         dx = torch.mul(dy, weight, out=product).addcmul_(unit, mean).mul_(inverse)
@@ -338,12 +409,14 @@ class _Head:
     budget:     bytes up to which p - onehot is kept for the backward pass
     vocabulary: columns of the logits on all ranks together
     tensor:     the ranks that share them; None: they are all here
+    scale:      of an adapter
     """
 
     dtype: torch.dtype
     budget: int
     vocabulary: int
     tensor: Split | None
+    scale: float
 
     def probabilities(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax, in place, and the loss [n] of each label."""
@@ -385,59 +458,96 @@ class _Head:
 
 class _CrossEntropy(torch.autograd.Function):
     """Chunked over tokens. What the backward pass needs, p - onehot with p = softmax(x w^T), is kept while it fits the
-    budget, else made again. The incoming gradient scales rows of x and dx, which are V/H times smaller."""
+    budget, else made again. The incoming gradient scales rows of x and dx, which are V/H times smaller.
+
+    ``low`` [n, r] and ``b`` [V, r]: what an adapter made of x, and what makes logits of it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:
-        xq, wq = x.to(head.dtype), weight.to(head.dtype)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: _Head, low: Tensor | None, b: Tensor | None
+    ) -> Tensor:
+        xq = x.to(head.dtype)
+        lowq = None if low is None else low.to(head.dtype) * head.scale
+        logits_of = _logits(xq, weight, lowq, b)
         tokens = x.shape[0]
-        needed = any(ctx.needs_input_grad[:2])
+        needed = any(ctx.needs_input_grad)
         keep = needed and tokens * head.vocabulary * 4 <= head.budget
         kept = torch.empty(tokens if keep else 0, len(weight), device=x.device)
         # A tensor of its own, not a view: FSDP warns of modules that return views.
         loss = torch.empty(tokens, device=x.device)
         for part in head.chunks(tokens):
-            logits = _product(xq[part], wq, kept[part] if keep else None)
+            logits = logits_of(part, kept[part] if keep else None)
             step = head.errors if keep else head.probabilities
             loss[part] = step(logits, labels[part])[1]
-        ctx.save_for_backward(xq, weight, labels, kept)
+        ctx.save_for_backward(xq, weight, labels, kept, lowq, b)
         ctx.x_dtype, ctx.head, ctx.keep = x.dtype, head, keep
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        weight = ctx.saved_tensors[1]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, _, _, needs_low, needs_b = ctx.needs_input_grad
+        _, weight, _, _, _, b = ctx.saved_tensors
         gradients = partial(_head_gradients, ctx.saved_tensors, ctx.keep, ctx.head, dloss)
-        if needs_weight and is_deferred(weight):
-            dx, _ = gradients(needs_x, False)
-            dw = weight_gradient(weight, lambda: cast(Tensor, gradients(False, True)[1]))
-        else:
-            dx, dw = gradients(needs_x, needs_weight)
-        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None
+        weight_later, b_later = (n and is_deferred(of) for n, of in ((needs_weight, weight), (needs_b, b)))
+        now = (needs_x, needs_weight and not weight_later, needs_low, needs_b and not b_later)
+        dx, dw, dlow, db = gradients(now)
+        if weight_later:
+            dw = weight_gradient(weight, lambda: cast(Tensor, gradients((False, True, False, False))[1]))
+        if b_later:
+            db = weight_gradient(b, lambda: cast(Tensor, gradients((False, False, False, True))[3]))
+        dlow = None if dlow is None else dlow.to(ctx.head.dtype)
+        return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, dlow, db
+
+
+def _logits(
+    xq: Tensor, weight: Tensor, lowq: Tensor | None, b: Tensor | None
+) -> Callable[[slice, Tensor | None], Tensor]:
+    """What gives the logits of some tokens, in float32, written into a tensor if one is given."""
+    wq = weight.to(xq.dtype)
+    bt = None if b is None else b.to(xq.dtype).t()
+
+    def logits(part: slice, out: Tensor | None) -> Tensor:
+        product = _product(xq[part], wq, out)
+        if lowq is not None and bt is not None:
+            _accumulate_product(product, lowq[part], bt)
+        return product
+
+    return logits
 
 
 def _head_gradients(
-    saved: tuple[Tensor, ...], keep: bool, head: _Head, dloss: Tensor, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the input (float32) and of the weight of a cross-entropy, or of one of them."""
-    xq, weight, labels, kept = saved
-    wq, d = weight.to(xq.dtype), dloss[:, None]
-    scaled = (xq * d).to(xq.dtype)
-    dx = torch.empty(xq.shape, device=xq.device) if needs_x else None
-    dw = torch.zeros_like(weight) if needs_weight else None
+    saved: tuple[Tensor, ...], keep: bool, head: _Head, dloss: Tensor, needs: tuple[bool, bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a cross-entropy that are needed: of the input (float32) and of the weight, and of what an adapter
+    made of the input (float32) and of its second matrix."""
+    xq, weight, labels, kept, lowq, b = saved
+    logits_of, d = _logits(xq, weight, lowq, b), dloss[:, None]
+    gradients: list[Tensor | None] = []
+    products = []
+    # An input and the weight that makes logits of it, and the same of an adapter.
+    for x, w, needs_x, needs_w in ((xq, weight, *needs[:2]), (lowq, b, *needs[2:])):
+        dx = torch.empty(x.shape, device=x.device) if needs_x else None
+        dw = torch.zeros_like(w) if needs_w else None
+        gradients += [dx, dw]
+        if needs_x or needs_w:
+            products.append((dx, dw, w.to(xq.dtype).t(), (x * d).to(xq.dtype)))
     # What is kept needs no chunks: each would read and write the weight's whole gradient once more.
     for part in [slice(None)] if keep else head.chunks(len(labels)):
         if keep:
             error = kept[part].to(xq.dtype)
         else:
-            error = head.errors(_product(xq[part], wq, None), labels[part])[0].to(xq.dtype)
+            error = head.errors(logits_of(part, None), labels[part])[0].to(xq.dtype)
+        for dx, dw, wt, scaled in products:
+            if dx is not None:
+                _product(error, wt, dx[part])
+            if dw is not None:
+                _accumulate_product(dw, error.t(), scaled[part])
+    for dx, factor in zip(gradients[::2], (d, d * head.scale), strict=True):
         if dx is not None:
-            _product(error, wq.t(), dx[part])
-        if dw is not None:
-            _accumulate_product(dw, error.t(), scaled[part])
-    return None if dx is None else dx.mul_(d), dw
+            dx.mul_(factor)
+    return tuple(gradients)
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ the order in which their gradients are added is decided here and never by autogr
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 
 RotaryTable = tuple[Tensor, Tensor]
+
+
+class Adapter(NamedTuple):
+    """What is added to a weight [N, K], as a product of two: ``scale`` times ``x`` times ``a`` [r, K] transposed times
+    ``b`` [N, r] transposed.
+
+    Where tensor ranks divide the weight, they divide what shares the dimension with it and have the other whole: of
+    that each rank has a part of the gradient.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 class AttentionLayer:
@@ -49,14 +62,28 @@ class Ops(Protocol):
         ...
 
     def column_linears(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row: Row
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        row: Row,
+        adapters: Sequence[Adapter | None] = (),
     ) -> tuple[Tensor, ...]:
         """From the residual stream to features: ``x`` [T, K] times each ``weight`` [N, K] transposed, plus ``bias`` [N]
-        -> [T, N] each. The gradient of ``x`` is the sum over the weights in the order given."""
+        and what its adapter adds -> [T, N] each. The gradient of ``x`` is the sum over the weights in the order given,
+        a weight's adapter after it. ``adapters``: one a weight, or none at all."""
         ...
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row) -> Tensor:
+    def row_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row, adapter: Adapter | None = None
+    ) -> Tensor:
         """From features back to the residual stream: ``x`` [T, K], ``weight`` [N, K], ``bias`` [N] -> [T, N]."""
+        ...
+
+    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
+        """In the residual stream: ``a`` and ``b`` [T, H], side by side, times ``weight`` [N, 2H] transposed -> [T, N].
+
+        Tensor ranks all have the weight whole, and each has a part of its gradient."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
@@ -137,12 +164,27 @@ class Ops(Protocol):
         """One value for two uses; the gradient is the sum of the two, the first use's first."""
         ...
 
-    def logits(self, x: Tensor, weight: Tensor, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
+    def logits(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        adapter: Adapter | None = None,
+    ) -> Tensor:
         """``x`` [T, H] times ``weight`` [V, H] transposed, at the tokens ``at`` [n] int64 (None: all) -> [n, V]."""
         ...
 
     def cross_entropy(
-        self, x: Tensor, weight: Tensor, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        adapter: Adapter | None = None,
     ) -> Tensor:
         """``-log softmax(logits)[label]`` for ``labels`` [n], float32 [n], with the logits of ``logits``.
 

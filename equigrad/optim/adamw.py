@@ -21,7 +21,7 @@ class AdamW:
     def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
         self.config = config
         self._updates = 0
-        self._parameters = {n: p for n, p in parameters.items() if specs[n].role != "state"}
+        self._parameters = {n: p for n, p in parameters.items() if specs[n].trained}
         # The kernel wants its own count beside each tensor, and moves it itself.
         self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in self._parameters.items()}
         self._decays = {name: specs[name].role != "vector" for name in self._parameters}

@@ -271,7 +271,7 @@ def test_the_model_calls_nothing_but_ops(experts: dict[str, Any] | None) -> None
     ids = torch.arange(9)
     row, wanted = Row.of([4, 5]), model(ids, Row.of([4, 5]), ids)
     model.ops = Guarded()
-    for block in model.model.layers:
+    for block in model.blocks:
         block.ops = model.ops
     table = model.rotary_table(row)
     model.rotary_table = lambda row: table  # its frequencies are constants of the configuration

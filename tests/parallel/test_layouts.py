@@ -70,6 +70,33 @@ SINKS = {
 }  # fmt: skip
 
 
+# Every kind of linear, the head too. Larger weights, for an adapter's second matrix starts at nothing.
+ADAPTED = {"model__tie_word_embeddings": False, "model__attention_bias": True, "model__output_bias": True,
+           "lora": {"rank": 4, "alpha": 8.0, "targets": ["all-linear", "lm_head"]}}  # fmt: skip
+ADAPTED_LAYOUTS = [
+    {"tp": 2},
+    {"cp": 2},
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"tp": 2, "dp_shard": 2},
+    {"pp": 2, "pp_schedule": "zero_bubble"},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "dp_shard": 2, "pp_schedule": "zero_bubble"},
+]
+
+
+# Samples shorter than the modules look ahead are among those of Moby Dick's paragraphs.
+FURTHER = {"model__mtp_layers": 2, "model__initializer_range": 0.05}
+FURTHER_LAYOUTS = [
+    {"tp": 2},
+    {"cp": 2},
+    {"dp_shard": 2},
+    {"pp": 2},
+    {"tp": 2, "cp": 2},
+    {"pp": 2, "dp_shard": 2, "pp_schedule": "zero_bubble"},
+]
+
+
 def _job(layout: Layout, **changes: Any) -> Any:
     choices = {f"layout__{key}": value for key, value in layout.items()}
     return tiny_job(**{"train__steps": 3, "model__num_key_value_heads": 4} | choices | changes)
@@ -170,6 +197,36 @@ def test_sinks_windows_and_biased_experts_in_a_layout_are_one_process(
     check(workers, alone, tmp_path, layout, SINKS)
 
 
+@pytest.mark.parametrize("layout", ADAPTED_LAYOUTS, ids=str)
+def test_a_layout_of_adapters_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    check(workers, alone, tmp_path, layout, ADAPTED)
+
+
+def test_adapters_beside_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
+    """Experts and routers frozen, adapters on attention, dense and shared layers; the balancing term reaches them."""
+    check(workers, alone, tmp_path, {"dp_shard": 2, "ep": 2}, SPARSE | {"lora": {"rank": 4}})
+
+
+def test_adapters_keep_other_promises(alone: Any, tmp_path: Path) -> None:
+    """Blocks computed again, logits computed again, rows of another size: the same."""
+    changes = ADAPTED | {"memory__recompute": "block", "memory__saved_logits_mb": 0, "batch__row_tokens": 48}
+    same(_three_steps({}, changes, tmp_path), alone(ADAPTED), 0)
+
+
+@pytest.mark.parametrize("layout", FURTHER_LAYOUTS, ids=str)
+def test_a_layout_of_multi_token_prediction_is_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, FURTHER)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "pp_schedule": "zero_bubble"}, {"dp_shard": 2, "ep": 2}], ids=str)
+def test_multi_token_prediction_with_experts_and_an_embedding_of_its_own(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, SPARSE | FURTHER | {"model__tie_word_embeddings": False})
+
+
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
 @pytest.mark.parametrize("rows", [48, 1000])
 def test_micro_batches_of_experts_are_one_batch(alone: Any, tmp_path: Path, rows: int, experts: dict[str, Any]) -> None:
@@ -187,7 +244,7 @@ def check(workers: Pools, alone: Any, folder: Path, layout: dict[str, int], chan
 
 def same(many: Outcome, one: Outcome, rank: int) -> None:
     assert many["counts"] == one["counts"], rank  # one token that chooses otherwise, and nothing below holds
-    for key in ("loss", "balance_loss", "grad_norm", "tokens", "executed_tokens"):
+    for key in ("loss", "balance_loss", "mtp_loss", "grad_norm", "tokens", "executed_tokens"):
         if key in one["records"][0]:
             found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
             assert found == pytest.approx(expected, rel=1e-5), (rank, key)
