@@ -236,8 +236,9 @@ class _OnlyOps(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_model_calls_nothing_but_ops() -> None:
-    model = build(make("qwen3"))
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_the_model_calls_nothing_but_ops(name: str) -> None:
+    model = build(make(name))
     guard = _OnlyOps()
 
     class Guarded:
@@ -254,7 +255,7 @@ def test_the_model_calls_nothing_but_ops() -> None:
     ids = torch.arange(9)
     row, wanted = Row.of([4, 5]), model(ids, Row.of([4, 5]), ids)
     model.ops = Guarded()
-    for block in model.model.layers:
+    for block in model.blocks:
         block.ops = model.ops
     table = model.rotary_table(row)
     model.rotary_table = lambda row: table  # its frequencies are constants of the configuration
