@@ -248,9 +248,11 @@ class _OnlyOps(TorchFunctionMode):
 SHARED = {"shared_expert_intermediate_size": 20, "shared_expert_gate": True, "router_bias_update_rate": 0.1}
 
 
-@pytest.mark.parametrize("experts", [None, {}, SHARED])
-def test_the_model_calls_nothing_but_ops(experts: dict[str, Any] | None) -> None:
-    config = make("qwen3" if experts is None else "qwen3-moe")
+@pytest.mark.parametrize(
+    ("name", "experts"), [("qwen3", None), ("qwen3-moe", {}), ("qwen3-moe", SHARED), ("gpt-oss", None)]
+)
+def test_the_model_calls_nothing_but_ops(name: str, experts: dict[str, Any] | None) -> None:
+    config = make(name)
     if experts is not None:
         assert config.experts is not None
         config = config.model_copy(update={"experts": config.experts.model_copy(update=experts)})
