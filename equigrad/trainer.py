@@ -44,6 +44,7 @@ class Trainer:
         self.execution = Execution(job, world, self.parts, self.balance)
         self.optimizer = AdamW(job.optim, self.parameters, self.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
+        self._configuration = job.common()
         self.step = 0
         self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         self.counters |= {"step_seconds": 0.0, "wall_seconds": 0.0}
@@ -128,8 +129,13 @@ class Trainer:
 
     def _agree(self, batch: Batch, schedule: Schedule) -> None:
         """Before any work, and on all ranks alike: everyone means the same step, and there is something to learn."""
-        facts = {"schedule": schedule.rounds, "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},
-                 "data cursor": self.stream.cursor(), "configuration": self.job.common()}  # fmt: skip
+        samples = [(ref.source, ref.document, ref.span, ref.length) for ref in batch.samples]
+        facts = {
+            "schedule": {"samples": samples, "rounds": schedule.rounds},
+            "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},
+            "data cursor": self.stream.cursor(),
+            "configuration": self._configuration,
+        }
         self.world.agree(facts, f"step {self.step + 1}")
         if batch.loss_tokens == 0:
             raise SharedUserError(

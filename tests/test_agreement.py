@@ -88,7 +88,8 @@ def disagreement(job: Job, folder: Path, field: str, odd: int) -> tuple[str, lis
         elif field == "data cursor":
             trainer.stream._feeds[0].tokens += 1
         else:
-            trainer.job = job.model_copy(update={"optim": job.optim.model_copy(update={"lr": 0.5})})
+            other = job.model_copy(update={"optim": job.optim.model_copy(update={"lr": 0.5})})
+            trainer._configuration = other.common()
 
     seen = _UpToTwo(trainer, differ)
     with pytest.raises(RuntimeError) as refused:

@@ -167,3 +167,10 @@ def test_a_layout_that_does_not_suit_the_model_is_refused_with_what_would(
 def test_everything_that_does_not_fit_is_told_at_once(bad: Bad) -> None:
     found = bad("train", job(), "--layout.tp", "4", "--layout.pp", "5", "--layout.ep", "2")
     assert [line.rpartition("layout.")[1] != "" for line in found.splitlines()] == [True] * 3
+
+
+def test_a_schedule_that_cannot_be_drawn_is_refused(bad: Bad) -> None:
+    assert "--step must be at least 1, not 0" in bad("schedule", job(), "--step", "0")
+    assert "no job file at nothing.toml" in bad("schedule", "nothing.toml")
+    assert "layout.tp can be at most 2" in bad("schedule", job(), "--layout.tp", "3")
+    assert "cannot write good.txt/a.svg" in bad("schedule", job(), "--svg", "good.txt/a.svg")

@@ -1,10 +1,11 @@
-"""``equigrad WORDS`` as one rank, with a fault planted: ``FAULT=rank:place``, place being ``step`` or ``row``.
+"""``equigrad WORDS`` as one rank, with a fault planted: ``FAULT=rank:place``, place: ``step``, ``row`` or ``kill``.
 
-Such a rank raises in its second step: before its rows, or after its first row, while the other ranks wait for it in a
-collective or in a pipeline's receive.
+Such a rank raises (or dies of a signal) in its second step, before its rows or amid them, while the other ranks wait
+for it in a collective or in a pipeline's receive.
 """
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -14,13 +15,15 @@ from equigrad.cli import main
 def plant(place: str) -> None:
     from equigrad import execution
 
-    owner: Any = execution.Execution if place == "step" else execution._Work
-    name = "train" if place == "step" else "forward"
+    owner: Any = execution._Work if place == "row" else execution.Execution
+    name = "forward" if place == "row" else "train"
     whole, calls = getattr(owner, name), []
 
     def faulty(*arguments: Any) -> Any:
         calls.append(None)
-        if len(calls) > (1 if place == "step" else 6):
+        if len(calls) > (6 if place == "row" else 1):
+            if place == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a fault was planted here")
         return whole(*arguments)
 

@@ -1,5 +1,6 @@
 """A rank that raises ends all others within seconds, and rank 0 says why: under torchrun, and without a launcher."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -56,6 +57,13 @@ def test_ranks_without_a_launcher_end_with_the_cause(layout: dict[str, int], fau
     assert first[1].count(FAULT) == 1
     assert f"rank {rank} failed" in second[1]
     assert "lost its peers" not in first[1] + second[1]
+
+
+def test_ranks_that_lose_one_without_a_word_end_too(tmp_path: Path) -> None:
+    first, second, third = _bare(_words(tmp_path, {"dp_shard": 3}), "1:kill", 3)
+    assert (first[0], second[0], third[0]) == (1, -signal.SIGKILL, 1), (first, third)
+    assert max(first[2], third[2]) - second[2] < 40
+    assert "it lost its peers" in first[1]
 
 
 def test_torchrun_shows_the_cause_on_rank_0(tmp_path: Path) -> None:
