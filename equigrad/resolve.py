@@ -45,7 +45,7 @@ def find_weights(path: str | Path) -> Weights:
 def resolve_weights(job: Job) -> Job:
     """Fill the model's shape, and the tokenizer unless one is given, from ``model.weights``."""
     if job.model.weights is None:
-        _check_adapters(job)
+        check_adapters(job)
         return job
     found = find_weights(job.model.weights)
     if found.lora is not None and found.lora != job.lora:
@@ -71,11 +71,11 @@ def resolve_weights(job: Job) -> Job:
     problem = job.layout.expert_problem(None if model.experts is None else model.experts.num_experts)
     if problem is not None:
         raise UserError(problem)
-    _check_adapters(job)
+    check_adapters(job)
     return job
 
 
-def _check_adapters(job: Job) -> None:
+def check_adapters(job: Job) -> None:
     """``UserError`` for targets of adapters that the model does not have."""
     if job.lora is not None:
         # Which layers there are does not depend on the vocabulary, which may not be known yet.
