@@ -46,7 +46,7 @@ def find_weights(path: str | Path) -> Weights:
 def resolve_weights(job: Job) -> Job:
     """Fill the model's shape, and the tokenizer unless one is given, from ``model.weights``."""
     if job.model.weights is None:
-        _check_adapters(job)
+        check_adapters(job)
         return job
     found = find_weights(job.model.weights)
     if found.lora is not None and found.lora != job.lora:
@@ -70,11 +70,11 @@ def resolve_weights(job: Job) -> Job:
     job = job.model_copy(update={"model": model, "data": data})
     check_context(job, found)
     check_layout(job)
-    _check_adapters(job)
+    check_adapters(job)
     return job
 
 
-def _check_adapters(job: Job) -> None:
+def check_adapters(job: Job) -> None:
     """``UserError`` for targets of adapters that the model does not have."""
     if job.lora is not None:
         # Which layers there are does not depend on the vocabulary, which may not be known yet.

@@ -8,6 +8,7 @@ from pathlib import Path
 from equigrad.config import Job, dump_toml, load_job
 from equigrad.config.load import parse_overrides
 from equigrad.errors import UserError
+from equigrad.resolve import check_adapters, resolve_weights
 from equigrad.run import Run, resumed_job
 
 
@@ -19,6 +20,8 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     _check_extras(job)
     if resume:
         _check_resumable(run)
+    elif job.model.weights is None:
+        check_adapters(job)
     # Both imports are torch-free until something is started.
     from equigrad.parallel.environment import process_env
     from equigrad.parallel.launch import launch, run_worker
@@ -92,7 +95,6 @@ def _dry_run(job: Job) -> int:
     from equigrad.data.sources import check
     from equigrad.memory.estimate import estimate
     from equigrad.models.specs import flops_per_token, parameter_count
-    from equigrad.resolve import resolve_weights
 
     for source in [*job.data.sources, *job.data.held_out_sources]:
         check(source)

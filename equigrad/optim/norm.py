@@ -24,5 +24,6 @@ def local_square_sum(gradients: Iterable[Placed]) -> Tensor:
 @torch.no_grad()
 def clip(gradients: Iterable[Placed], norm: float, limit: float) -> None:
     """Scale all gradients in place so that their global norm is at most ``limit`` (> 0)."""
-    if norm > limit:
-        torch._foreach_mul_([g.tensor for g in gradients], limit / norm)
+    tensors = [g.tensor for g in gradients]
+    if norm > limit and tensors:  # a stage of a pipeline may have nothing that is trained
+        torch._foreach_mul_(tensors, limit / norm)

@@ -85,7 +85,6 @@ ADAPTED_LAYOUTS = [
 ]
 
 
-# Samples shorter than the modules look ahead are among those of Moby Dick's paragraphs.
 FURTHER = {"model__mtp_layers": 2, "model__initializer_range": 0.05}
 FURTHER_LAYOUTS = [
     {"tp": 2},
@@ -205,6 +204,15 @@ def test_a_layout_of_adapters_is_one_process(workers: Pools, alone: Any, tmp_pat
 def test_adapters_beside_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
     """Experts and routers frozen, adapters on attention, dense and shared layers; the balancing term reaches them."""
     check(workers, alone, tmp_path, {"dp_shard": 2, "ep": 2}, SPARSE | {"lora": {"rank": 4}})
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("layout", [{"pp": 2, "dp_shard": 2}, {"pp": 2, "pp_schedule": "zero_bubble"}], ids=str)
+def test_stages_and_units_without_anything_to_train(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout, layer: int
+) -> None:
+    changes = {"lora": {"rank": 4, "targets": [f"model.layers.{layer}.self_attn.q_proj"]}, "optim__clip_norm": 0.01}
+    check(workers, alone, tmp_path, layout, changes)
 
 
 def test_adapters_keep_other_promises(alone: Any, tmp_path: Path) -> None:
