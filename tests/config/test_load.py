@@ -287,11 +287,11 @@ EXPERTS = ["--model.experts.num_experts", "8"]
     ("overrides", "complaint"),
     [
         (["--layout.ep", "2"], "layout.ep 2 divides experts, and the model has none"),
-        (["--layout.ep", "2", *EXPERTS], "dp_shard 1 x cp 1 = 1; it can be 1"),
-        (["--layout.ep", "3", "--layout.dp_shard", "4", *EXPERTS], "dp_shard 4 x cp 1 = 4; it can be 1, 2, 4"),
+        (["--layout.ep", "2", *EXPERTS], "dp_shard 1 x cp 1 = 1; layout.ep can be 1"),
+        (["--layout.ep", "3", "--layout.dp_shard", "4", *EXPERTS], "dp_shard 4 x cp 1 = 4; layout.ep can be 1, 2, 4"),
         (
             ["--layout.ep", "4", "--layout.dp_shard", "4", "--model.experts.num_experts", "3"],
-            "layout.ep 4 is more than model.experts.num_experts 3; it can be 1, 2",
+            "layout.ep 4 is more than model.experts.num_experts 3; layout.ep can be 1, 2",
         ),
         ([*EXPERTS, "--model.experts.num_experts_per_tok", "9"], "num_experts_per_tok 9 is more than num_experts 8"),
         ([*EXPERTS, "--model.experts.shared_expert_gate", "true"], "needs a shared expert"),
