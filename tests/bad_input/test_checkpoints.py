@@ -81,7 +81,7 @@ def test_given_weights_of_another_shape_are_refused(bad: Bad, run: Path, model: 
 def test_a_model_folder_whose_config_is_not_that_of_its_weights_is_refused(bad: Bad, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    assert "has shape (32, 48), the model needs (32, 64)" in bad("generate", model)
+    assert "has shape (32, 48), of which the model needs (32, 64)" in bad("generate", model)
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert "the weights do not fit its config.json (missing: model.layers.2." in bad("import", model, "new")
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))

@@ -111,7 +111,5 @@ def test_a_run_that_failed_on_its_data_leaves_its_folder_free(bad: Bad) -> None:
 def test_a_held_out_set_without_anything_to_learn_is_told_before_training(bad: Bad) -> None:
     Path("mute.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     found = bad("train", job(data__held_out_sources="mute.jsonl"))
-    assert (
-        "the held-out set has no token in the loss (mute.jsonl: 1 documents held out, of these 1 without text" in found
-    )
+    assert "mute.jsonl: nothing to learn" in found
     assert not Path("runs/tiny/checkpoints").exists()

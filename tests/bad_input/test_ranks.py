@@ -48,4 +48,4 @@ def test_torchrun_ranks_tell_of_a_wrong_layout_once() -> None:
 def test_two_ranks_tell_of_a_held_out_set_without_anything_to_learn_once() -> None:
     Path("mute.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello?"}]}\n')
     found = on_two_ranks(job(data__held_out_sources="mute.jsonl"))
-    assert found.startswith("the held-out set has no token in the loss")
+    assert found.startswith("mute.jsonl: nothing to learn")
