@@ -18,7 +18,7 @@ def workers() -> Iterator[Callable[[int], Workers]]:
     pools: dict[int, Workers] = {}
 
     def pool(size: int) -> Workers:
-        if size not in pools:
+        if size not in pools or not pools[size].alive:
             pools[size] = Workers(size)
         return pools[size]
 

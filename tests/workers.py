@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +38,7 @@ class Workers:
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")
-        self.size, self._folder = size, tempfile.TemporaryDirectory()
+        self.size, self._folder, self.alive = size, tempfile.TemporaryDirectory(), True
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
         for rank in range(size):
@@ -53,15 +54,25 @@ class Workers:
         message = pickle.dumps((function, args, kwargs))
         for pipe in self._pipes:
             pipe.send_bytes(message)
-        replies = []
+        replies, silent, deadline = [], [], time.monotonic() + timeout
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
-            replies.append(pickle.loads(pipe.recv_bytes()))
+            if pipe.poll(max(deadline - time.monotonic(), 0.1)):
+                replies.append(pickle.loads(pipe.recv_bytes()))
+            else:
+                silent.append(rank)
+                replies.append(("error", f"did not answer within {timeout} s"))
         errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(replies) if kind == "error"]
+        if silent:
+            self.kill()  # what they still have to say would be taken for the answer to something else
         if errors:
             raise AssertionError("\n".join(errors))
         return [value for _, value in replies]
+
+    def kill(self) -> None:
+        """End the ranks at once. The pool is of no more use."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -40,8 +40,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, row: Row) -> Tensor:
         x, branch = OPS.fork(x, row)
         branch = OPS.norm(branch, self.norm, 1e-6, row)
-        gate, up = OPS.linears(branch, [self.gate, self.up], [None, None], row)
-        return OPS.add(x, OPS.linear(OPS.gated(gate, up, row), self.down, None, row), row)
+        gate, up = OPS.column_linears(branch, [self.gate, self.up], [None, None], row)
+        return OPS.add(x, OPS.row_linear(OPS.gated(gate, up, row), self.down, None, row), row)
 
 
 class Part(nn.Module):
@@ -57,10 +57,10 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor, row: Row, count: int) -> Tensor:
         if self.embedding is not None:
-            x = OPS.embedding(x, self.embedding, row)
+            x = OPS.embedding(x, self.embedding, VOCAB, row)
         for layer in self.layers.values():
             x = layer(x, row)
-        return x if self.head is None else OPS.cross_entropy(x, self.head, labels, row).sum() / count
+        return x if self.head is None else OPS.cross_entropy(x, self.head, labels, None, VOCAB, row).sum() / count
 
 
 def rows(tokens: Sequence[int], lane: int = 0) -> list[tuple[Tensor, Tensor, Row]]:
