@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from equigrad.parallel.partition import Partition
+from equigrad.parallel.partition import Partition, Range, part_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Split:
     def length(self) -> int:
         """Tokens on this rank."""
         return self.partition.lengths[self.rank]
+
+    def share(self, total: int) -> Range:
+        """This rank's part of something else that the same ranks divide evenly."""
+        return part_of(total, len(self.partition.ranges), self.rank)
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's part of a whole stream [T, ...]."""
