@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from equigrad.checkpoint.boxes import Box
 from equigrad.config import Job
 from equigrad.config.load import make_job
+from equigrad.data.samples import Sample
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.parallel.placement import Placed
@@ -97,6 +99,15 @@ def assemble(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
             target.copy_(tensor)
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return dict(sorted(whole.items()))
+
+
+def mean_loss(model: Any, samples: Sequence[Sample]) -> torch.Tensor:
+    """What a bare loop over a model of ``transformers`` has for a loss: each sample alone, over all tokens."""
+    total = torch.zeros(())
+    for sample in samples:
+        ids, labels = (torch.from_numpy(stream.astype("int64")) for stream in (sample.ids, sample.labels))
+        total = total + F.cross_entropy(model(ids[None]).logits[0], labels, reduction="sum")
+    return total / sum(map(len, samples))
 
 
 def train(job: Job, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:

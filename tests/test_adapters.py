@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from equigrad.checkpoint.state import read_tensors
 from equigrad.cli import main
@@ -17,7 +16,7 @@ from equigrad.models.huggingface import peft_name, to_huggingface, to_peft
 from equigrad.models.specs import adapted_weights, flops_per_token, is_adapter, parameter_count, parameter_specs
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.stop import StopRequest
-from tests.jobs import make_trainer, summary, tiny_job, whole_parameters
+from tests.jobs import make_trainer, mean_loss, summary, tiny_job, whole_parameters
 from tests.models.test_decoder import build, make, reference
 
 
@@ -51,11 +50,7 @@ def test_training_equals_peft(tmp_path: Path, lora: dict[str, Any]) -> None:
     stream = Stream(job.data, job.batch, job.seed, byte_tokenizer())
     for step in range(3):
         samples = [stream.read(ref) for ref in stream.next_batch().samples]
-        total = torch.zeros(())
-        for sample in samples:
-            logits = peft(torch.from_numpy(sample.ids.astype("int64"))[None]).logits[0]
-            total = total + F.cross_entropy(logits, torch.from_numpy(sample.labels.astype("int64")), reduction="sum")
-        loss = total / sum(len(s) for s in samples)
+        loss = mean_loss(peft, samples)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), job.optim.clip_norm)
         for group in optimizer.param_groups:

@@ -179,13 +179,18 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in found.split()]
 
 
+def worker(process: subprocess.Popen, rank: int) -> int:
+    """The process of one rank."""
+    mark = f"LOCAL_RANK={rank}\0".encode()
+    return next(pid for pid in children(process.pid) if mark in Path(f"/proc/{pid}/environ").read_bytes())
+
+
 def test_a_killed_worker_ends_the_run_within_seconds_and_is_named(tmp_path: Path) -> None:
     job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
     folder = tmp_path / "run"
     process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", folder)
     wait_for_steps(process, folder, 3)
-    victim = next(pid for pid in children(process.pid) if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(worker(process, 1), signal.SIGKILL)
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 15
@@ -360,8 +365,7 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: P
     process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run")
     wait_for_steps(process, tmp_path / "run", 3)
     workers = children(process.pid)
-    victim = next(pid for pid in workers if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGSTOP)
+    os.kill(worker(process, 1), signal.SIGSTOP)
     began = time.monotonic()
     _, err = process.communicate(timeout=120)
     assert time.monotonic() - began < 90

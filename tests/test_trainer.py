@@ -15,7 +15,7 @@ from equigrad.errors import UserError
 from equigrad.models.huggingface import to_huggingface
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.stop import StopRequest
-from tests.jobs import Records, make_trainer, pool_world, tiny_job, train, whole_parameters
+from tests.jobs import Records, make_trainer, mean_loss, pool_world, tiny_job, train, whole_parameters
 from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
@@ -51,11 +51,7 @@ def test_training_equals_a_bare_loop_over_transformers(tmp_path: Path) -> None:
     stream = Stream(job.data, job.batch, job.seed, byte_tokenizer())
     for step, record in enumerate(records):
         samples = [stream.read(ref) for ref in stream.next_batch().samples]
-        total = torch.zeros(())
-        for sample in samples:
-            logits = hf(torch.from_numpy(sample.ids.astype("int64"))[None]).logits[0]
-            total = total + F.cross_entropy(logits, torch.from_numpy(sample.labels.astype("int64")), reduction="sum")
-        loss = total / sum(len(s) for s in samples)
+        loss = mean_loss(hf, samples)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), job.optim.clip_norm)
         for group in optimizer.param_groups:
