@@ -28,7 +28,7 @@ train: $(VENV)/.installed
 
 # pytest's own exit status goes into the file STATUS, if that is given; make itself knows only 0 and 2.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS) $(if $(STATUS),; echo $$? > '$(STATUS)')
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS) $(if $(STATUS),; echo $$? > '$(STATUS)')
 
 lint: $(VENV)/.installed-lint
 	@$(BIN)/ruff check

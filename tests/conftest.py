@@ -27,6 +27,14 @@ def workers() -> Iterator[Callable[[int], Workers]]:
         started.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on pools share one process of pytest: a second set of pools would take the cores from the first."""
+    for item in items:
+        if "workers" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pools"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tokenised sources of tests stay out of the user's cache."""

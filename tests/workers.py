@@ -1,5 +1,6 @@
 """Real gloo processes for tests, started once per session: send them a function, get back what each rank returned."""
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -7,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,20 +19,29 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    calls = 0
     while (message := pipe.recv_bytes()) != b"stop":
+        # New groups for every call: threads of gloo wake a hundred times a second as long as their group lives.
+        calls += 1
+        meeting = f"file://{store}{calls}"
+        dist.init_process_group("gloo", meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         try:
             function, args, kwargs = pickle.loads(message)
             reply = ("value", function(*args, **kwargs))
         except BaseException:
             reply = ("error", traceback.format_exc())
         pipe.send_bytes(pickle.dumps(reply))
-    dist.barrier()
-    dist.destroy_process_group()
+        del function, args, kwargs, reply
+        with suppress(RuntimeError):  # of ranks that are no more
+            dist.barrier()
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # which keeps meshes, and these their groups
+        gc.collect()
+        if calls == 1:
+            gc.freeze()  # what was imported, so that the next collection is short
 
 
 class Workers:

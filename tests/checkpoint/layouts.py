@@ -1,7 +1,5 @@
 """One global state in many layouts: what the tests of this room save, load and digest on 1 or 2 ranks."""
 
-import functools
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,9 +54,7 @@ def layout(kind: str, state: dict[str, Tensor]) -> dict[str, Placed]:
     return rows | place_all((f"model.{name}", parameter) for name, parameter in module.named_parameters())
 
 
-@functools.cache
 def mesh(kind: str) -> DeviceMesh:
-    """Made once in each process: a mesh has process groups of its own."""
     if kind == "hsdp":
         return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))

@@ -101,7 +101,6 @@ def hidden(tokens: Sequence[int]) -> Hidden:
     return Hidden(lambda stage, microbatch: (tokens[microbatch], WIDTH), torch.float32, torch.device("cpu"))
 
 
-@functools.cache
 def fresh_group(ranks: tuple[int, ...], seconds: float = 30) -> dist.ProcessGroup:
     """A pipeline group apart from the pool's own."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=timedelta(seconds=seconds)))
