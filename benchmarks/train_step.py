@@ -74,7 +74,7 @@ def loops(trainer: Trainer) -> dict[str, Any]:
     """One step of each side."""
     stop, job, world = StopRequest(), trainer.job, trainer.world
     batch = trainer.stream.next_batch()
-    tokens = row_tensors(trainer.stream, batch.samples, world.device)
+    tokens = row_tensors(trainer.stream, batch.samples, world)
     assert tokens.row.lengths == (OPTIONS.context,) * OPTIONS.samples
     ids, labels = (t.view(OPTIONS.samples, -1) for t in (tokens.ids, tokens.labels))
 

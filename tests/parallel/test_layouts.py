@@ -1,63 +1,36 @@
 """Any layout is one process: loss, gradient norm, every gradient, and the parameters after three steps."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from equigrad.parallel.stop import StopRequest
-from tests.jobs import assemble, make_trainer, tiny_job, whole_parameters
-from tests.workers import Workers
+from tests.parallel.layouts import full_product, pairwise
+from tests.parallel.outcomes import EXPERTS, SPARSE, Layout, Outcome, Pools, Rows, check, same, three_steps
 
-Pools = Callable[[int], Workers]
-Outcome = dict[str, Any]
-Layout = dict[str, Any]
-
-LAYOUTS = [
-    {"tp": 2},
+# Of rows that no context or tensor degree divides, that are shorter than a degree, and empty; and lanes with nothing.
+ROWS: list[Rows] = [
+    [(9,), (1,), (), (3,), (7, 3), (8, 9)],
+    [(9,), (5,), (9,), (), (), (7,), (3,), (1,)],
+    [(), (17,), (), (1,)],
+]
+DEEPER = {"model__num_hidden_layers": 4, "model__initializer_range": 0.05}
+MODELS: dict[str, dict[str, Any]] = {"dense": DEEPER, "experts": DEEPER | SPARSE}
+# Degrees that the product lacks.
+WIDER = [
     {"tp": 4},
-    {"tp": 2, "dp_shard": 2},
-    {"pp": 2},
-    {"pp": 2, "dp_shard": 2},
-    {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
-    {"pp": 2, "cp": 2, "pp_schedule": "gpipe"},
-    {"cp": 2},
-    {"cp": 2, "cp_zigzag": False},
-    {"cp": 2, "cp_strategy": "ulysses"},
     {"cp": 3},
-    {"cp": 3, "cp_strategy": "ulysses", "cp_zigzag": True},
     {"cp": 4},
     {"cp": 4, "cp_zigzag": False},
     {"cp": 4, "cp_strategy": "ulysses"},
-    {"cp": 2, "tp": 2},
-    {"cp": 2, "tp": 2, "cp_strategy": "ulysses"},
-    {"cp": 2, "dp_shard": 2},
-    {"cp": 2, "dp_replicate": 2, "cp_strategy": "ulysses"},
-    {"cp": 2, "tp": 2, "dp_shard": 2},
 ]
-# Layer 0 dense, layer 1 with experts, a shared one, and both ways of balancing; 5 experts do not divide by 2 or 4.
-EXPERTS = {
-    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0],
-    "shared_expert_intermediate_size": 16, "shared_expert_gate": True,
-    "router_aux_loss_coef": 0.05, "router_bias_update_rate": 0.01,
-}  # fmt: skip
-# With larger weights attention differs from a mean, and its gradients from rounding.
-SPARSE = {"model__initializer_range": 0.05, "model__experts": EXPERTS}
-EXPERT_LAYOUTS = [
-    {"tp": 2},
+WIDER_EXPERTS = [
     {"dp_shard": 2},
-    {"dp_shard": 2, "ep": 2},
     {"dp_shard": 4},
-    {"dp_shard": 4, "ep": 2},
     {"dp_shard": 4, "ep": 4},
-    {"dp_shard": 2, "ep": 2, "tp": 2},
-    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-    {"cp": 2, "ep": 2},
     {"cp": 2, "dp_shard": 2, "ep": 4, "tp": 2},
-    {"pp": 2, "dp_shard": 2, "ep": 2},
-    {"pp": 2, "cp": 2, "ep": 2, "pp_schedule": "zero_bubble"},
 ]
 # A window on one layer of two, sinks and biases wherever gpt-oss has them; limits that clamp, and 5 experts again.
 SINKS = {
@@ -96,46 +69,6 @@ FURTHER_LAYOUTS = [
 ]
 
 
-def _job(layout: Layout, **changes: Any) -> Any:
-    choices = {f"layout__{key}": value for key, value in layout.items()}
-    return tiny_job(**{"train__steps": 3, "model__num_key_value_heads": 4} | choices | changes)
-
-
-def _three_steps(layout: Layout, changes: dict[str, Any], folder: Path) -> Outcome:
-    trainer, gradients, stop = make_trainer(_job(layout, **changes), folder), [], StopRequest()
-    plain = trainer.gradients
-
-    def kept() -> Any:
-        found = plain()
-        gradients.append(assemble({n: p.renamed(n) for n, p in found.items()}))
-        return found
-
-    trainer.gradients = kept  # type: ignore[method-assign]
-    records, counts = [], []
-    for _ in range(3):
-        records.append(trainer.update(trainer.stream.next_batch(), stop)[0])
-        counts.append({n: p.tensor.tolist() for n, p in trainer.balance.state().items()})
-    return {"records": records, "gradients": gradients, "parameters": whole_parameters(trainer), "counts": counts}
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Outcome]:
-    known: dict[str, Outcome] = {}
-
-    def run(changes: dict[str, Any]) -> Outcome:
-        key = str(changes)
-        if key not in known:
-            known[key] = _three_steps({}, changes, tmp_path_factory.mktemp("alone"))
-        return known[key]
-
-    return run
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Within 1e-5 of the tensor's size."""
-    return bool((found - expected).norm() <= 1e-5 * expected.norm() + 1e-9)
-
-
 # Three key heads for six query heads, windows that end on other ranks and one layer without.
 UNEVEN = {
     "model__num_attention_heads": 6, "model__num_key_value_heads": 3, "model__head_dim": 8,
@@ -143,7 +76,29 @@ UNEVEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    known: dict[str, Outcome] = {}
+
+    def run(changes: dict[str, Any], given: Any = None) -> Outcome:
+        key = str((changes, given))
+        if key not in known:
+            known[key] = three_steps({}, changes, tmp_path_factory.mktemp("alone"), given)
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), full_product() if os.environ.get("EQUIGRAD_TEST_LAYOUTS") == "all" else pairwise(), ids=str
+)
+def test_any_layout_of_uneven_rows_is_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, model: str, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, MODELS[model], ROWS)
+
+
+@pytest.mark.parametrize("layout", WIDER, ids=str)
 def test_a_layout_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
     check(workers, alone, tmp_path, layout, {})
 
@@ -171,7 +126,7 @@ def test_a_pipeline_of_many_blocks(workers: Pools, alone: Any, tmp_path: Path, l
     check(workers, alone, tmp_path, layout, {"model__num_hidden_layers": 5, "model__tie_word_embeddings": False})
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", WIDER_EXPERTS, ids=str)
 def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: dict[str, int]) -> None:
     check(workers, alone, tmp_path, layout, SPARSE)
 
@@ -218,7 +173,7 @@ def test_stages_and_units_without_anything_to_train(
 def test_adapters_keep_other_promises(alone: Any, tmp_path: Path) -> None:
     """Blocks computed again, logits computed again, rows of another size: the same."""
     changes = ADAPTED | {"memory__recompute": "block", "memory__saved_logits_mb": 0, "batch__row_tokens": 48}
-    same(_three_steps({}, changes, tmp_path), alone(ADAPTED), 0)
+    same(three_steps({}, changes, tmp_path), alone(ADAPTED), 0)
 
 
 @pytest.mark.parametrize("layout", FURTHER_LAYOUTS, ids=str)
@@ -240,27 +195,7 @@ def test_multi_token_prediction_with_experts_and_an_embedding_of_its_own(
 def test_micro_batches_of_experts_are_one_batch(alone: Any, tmp_path: Path, rows: int, experts: dict[str, Any]) -> None:
     """Counts of a row mean nothing: the load-balancing term has those of the step before."""
     changes = SPARSE | {"model__experts": EXPERTS | experts}
-    same(_three_steps({}, changes | {"batch__row_tokens": rows}, tmp_path), alone(changes), 0)
-
-
-def check(workers: Pools, alone: Any, folder: Path, layout: dict[str, int], changes: dict[str, Any]) -> None:
-    """Every rank of the layout has what one process has."""
-    outcomes = workers(_job(layout, **changes).layout.world_size).run(_three_steps, layout, changes, folder)
-    for rank, many in enumerate(outcomes):
-        same(many, alone(changes), rank)
-
-
-def same(many: Outcome, one: Outcome, rank: int) -> None:
-    assert many["counts"] == one["counts"], rank  # one token that chooses otherwise, and nothing below holds
-    for key in ("loss", "balance_loss", "mtp_loss", "grad_norm", "tokens", "executed_tokens"):
-        if key in one["records"][0]:
-            found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
-            assert found == pytest.approx(expected, rel=1e-5), (rank, key)
-    for step in range(3):
-        wrong = [n for n, g in one["gradients"][step].items() if not close(many["gradients"][step][n], g)]
-        assert not wrong, (rank, step, wrong)
-    wrong = [n for n, p in one["parameters"].items() if not close(many["parameters"][n], p)]
-    assert not wrong, (rank, wrong)
+    same(three_steps({}, changes | {"batch__row_tokens": rows}, tmp_path), alone(changes), 0)
 
 
 @pytest.mark.parametrize(
