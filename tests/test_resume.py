@@ -25,7 +25,7 @@ def run(job: Any, folder: Path, *words: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}, {"dp_replicate": 2}], ids=str)
 def test_ten_and_ten_steps_end_in_the_bits_of_twenty(tmp_path: Path, layout: dict[str, int]) -> None:
     whole = run(tiny_job(**SPLIT, train__steps=20, layout=layout), tmp_path / "whole")
     parts = run(tiny_job(**SPLIT, train__steps=10, layout=layout), tmp_path / "parts")
@@ -56,8 +56,9 @@ def routing(run_folder: Path, step: int) -> dict[str, Any]:
     return {n: t.tolist() for n, t in found.items() if n.startswith("routing.") or n.endswith("correction_bias")}
 
 
-def test_a_run_with_experts_goes_on_to_the_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = SPLIT | {"model__experts": EXPERTS, "layout": {"dp_shard": 2, "ep": 2}}
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2, "ep": 2}], ids=str)
+def test_a_run_with_experts_goes_on_to_the_bit(tmp_path: Path, layout: dict[str, int]) -> None:
+    changes: dict[str, Any] = SPLIT | {"model__experts": EXPERTS, "layout": layout}
     whole = run(tiny_job(**changes, train__steps=6), tmp_path / "whole")
     parts = run(tiny_job(**changes, train__steps=3), tmp_path / "parts")
     done = command("train", "--run", parts, "--resume", "--train.steps", "6")

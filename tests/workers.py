@@ -28,13 +28,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         calls += 1
         meeting = f"file://{store}{calls}"
         dist.init_process_group("gloo", meeting, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        try:
-            function, args, kwargs = pickle.loads(message)
-            reply = ("value", function(*args, **kwargs))
-        except BaseException:
-            reply = ("error", traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(reply))
-        del function, args, kwargs, reply
+        pipe.send_bytes(_answer(message))
         with suppress(RuntimeError):  # of ranks that are no more
             dist.barrier()
         dist.destroy_process_group()
@@ -42,6 +36,15 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         gc.collect()
         if calls == 1:
             gc.freeze()  # what was imported, so that the next collection is short
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(message)
+        reply = ("value", function(*args, **kwargs))
+    except BaseException:
+        reply = ("error", traceback.format_exc())
+    return pickle.dumps(reply)
 
 
 class Workers:

@@ -16,11 +16,11 @@ from equigrad.data.stream import Batch
 from equigrad.parallel.stop import StopRequest
 from equigrad.schedule.packing import Schedule
 from tests.jobs import assemble, make_trainer, tiny_job, whole_parameters
+from tests.parallel.layouts import Layout
 from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
 Outcome = dict[str, Any]
-Layout = dict[str, Any]
 Rows = Sequence[Sequence[int]]
 """A step: each row is the lengths of its samples, and a row without samples is empty."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.layouts import full_product, pairwise
-from tests.parallel.outcomes import EXPERTS, SPARSE, Layout, Outcome, Pools, Rows, check, same, three_steps
+from tests.parallel.layouts import Layout, full_product, pairwise
+from tests.parallel.outcomes import EXPERTS, SPARSE, Outcome, Pools, Rows, check, same, three_steps
 
 # Of rows that no context or tensor degree divides, that are shorter than a degree, and empty; and lanes with nothing.
 ROWS: list[Rows] = [
@@ -18,7 +18,7 @@ ROWS: list[Rows] = [
 ]
 DEEPER = {"model__num_hidden_layers": 4, "model__initializer_range": 0.05}
 MODELS: dict[str, dict[str, Any]] = {"dense": DEEPER, "experts": DEEPER | SPARSE}
-# Degrees that the product lacks.
+# Degrees that the product lacks, and a few on text, in rows that the job itself has packed.
 WIDER = [
     {"tp": 4},
     {"cp": 3},
