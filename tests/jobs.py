@@ -32,7 +32,7 @@ def tiny_job(**changes: Any) -> Job:
         "name": "tiny",
         "seed": 3,
         "train": {"steps": 4},
-        "data": {"held_out_every": 40, "context": 48, "tokenizer": {"kind": "bytes"}},
+        "data": {"held_out_every": 139, "context": 48, "tokenizer": {"kind": "bytes"}},
         "batch": {"tokens": 500, "row_tokens": 96},
         "model": {
             "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -361,14 +361,14 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, delay: float) -> N
 
 
 def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
-    job = tiny_job(train__steps=100000, layout={"dp_shard": 2, "timeout_s": 20.0})
+    job = tiny_job(train__steps=100000, layout={"dp_shard": 2, "timeout_s": 10.0})
     process = start_command("train", write_job(job, tmp_path / "job.toml"), "--run", tmp_path / "run")
     wait_for_steps(process, tmp_path / "run", 3)
     workers = children(process.pid)
     os.kill(worker(process, 1), signal.SIGSTOP)
     began = time.monotonic()
     _, err = process.communicate(timeout=120)
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 30
     assert process.returncode == 1
     assert "rank 0 failed" in err
     assert "ranks [1] did not answer and were ended" in err
