@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from equigrad.checkpoint.boxes import Box
+from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.config.load import make_job
 from equigrad.data.samples import Sample
@@ -110,9 +111,13 @@ def mean_loss(model: Any, samples: Sequence[Sample]) -> torch.Tensor:
     return total / sum(map(len, samples))
 
 
-def train(job: Job, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Run a job on the ranks of this pool; the records of its steps and its final parameters."""
+def train(job: Job, folder: Path, resume: bool = False) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Run a job on the ranks of this pool, or go on with it; the records of its steps and its final parameters."""
     trainer, records = make_trainer(job, folder), Records()
+    if resume:
+        checkpoint = latest(folder / "checkpoints")
+        assert checkpoint is not None
+        trainer.resume(checkpoint)
     trainer.run(records, StopRequest())
     return records.steps, whole_parameters(trainer)
 
