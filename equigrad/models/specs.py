@@ -268,7 +268,7 @@ def token_flops(config: Model, lora: Lora | None = None) -> Callable[[float], fl
 
 
 def layer_flops(config: Model, lora: Lora | None = None) -> tuple[list[Callable[[float], float]], float]:
-    """The same apart: of each layer, those of multi-token prediction included, and of the head as often as it is used."""
+    """The same apart: of each layer, those of multi-token prediction included, and of the head at each of its uses."""
     specs = parameter_specs(config, lora)
     share = 0.0 if config.experts is None else config.experts.num_experts_per_tok / config.experts.num_experts
     shares = {"matrix": 1.0, "experts": share}

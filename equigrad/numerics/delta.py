@@ -236,12 +236,14 @@ class _Chunks:
         q, k, v = _apart(qkv, layer)
         self.q, self.k = q.unsqueeze(2), k.unsqueeze(2)  # [n, h, 1, C, K], for all r value heads
         self.v = v.unflatten(-1, (layer.values, layer.value_dim)).transpose(2, 3)  # [n, h, r, C, V]
-        self.beta, total = beta.mT.unsqueeze(-1), g.mT.cumsum(-1)  # [n, h, r, C, 1], [n, h, r, C]
+        self.beta = beta.mT.unsqueeze(-1)  # [n, h, r, C, 1]
+        # In float64, for small differences of large sums.
+        total = g.mT.cumsum(-1, dtype=torch.float64)  # [n, h, r, C]
         later = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).triu(1)
         # Masked before the exponential, which would overflow there.
-        self.fade = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
-        self.entering = total.exp().unsqueeze(-1)  # how much of the first state is left
-        self.leaving = (total[..., -1:] - total).exp().unsqueeze(-1)  # of what is written, at the end
+        self.fade = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().masked_fill_(later, -torch.inf).exp_()
+        self.entering = total.float().exp().unsqueeze(-1)  # how much of the first state is left
+        self.leaving = (total[..., -1:] - total).float().exp().unsqueeze(-1)  # of what is written, at the end
         self.through = self.entering[..., -1:, :]
         self.similar = (self.k @ self.k.mT) * self.fade
         self.system = self.beta * self.similar  # 1 + L, of which the solver takes the part below the diagonal
@@ -282,14 +284,17 @@ class _Chunks:
         solved = torch.linalg.solve_triangular(self.system.mT, right, upper=True, unitriangular=True)
         dv, dk_strong = solved.split([u.shape[-1], self.k.shape[-1]], -1)
         dsystem = -(dv @ self.u.mT + dk_strong @ self.w.mT).tril(-1)
-        # Through what fades: every exponent is a difference of two sums of g.
-        exponents = dscores * self.scores + dsystem * self.system
         strong = (dk_strong * self.k).sum(-1, keepdim=True)
-        at_end = (dkeys * self.keys).sum(-1)
-        dtotal = exponents.sum(-1) - exponents.sum(-2) - at_end
-        dtotal += (dqueries * self.queries).sum(-1) + (strong * self.strength).squeeze(-1)
-        dtotal[..., -1] += at_end.sum(-1) + (dlast * states * self.through).sum((-1, -2))
-        dg = dtotal.flip(-1).cumsum(-1).flip(-1)
+        # A token's g is in the exponents of what faded from tokens before it to it or to later ones, ...
+        exponents = dscores * self.scores + dsystem * self.system
+        dg = (exponents.new_ones(exponents.shape[-2:]).triu() @ exponents).tril(-1).sum(-1)
+        # ... from the first state to those, ...
+        entered = (dqueries * self.queries).sum(-1) + (strong * self.strength).squeeze(-1)
+        dg += entered.flip(-1).cumsum(-1).flip(-1)
+        # ... and from tokens before it, or from the first state, to the last.
+        left = (dkeys * self.keys).sum(-1)
+        dg[..., 1:] += left.cumsum(-1)[..., :-1]
+        dg += (dlast * states * self.through).sum((-1, -2)).unsqueeze(-1)
         dbeta = (dv * self.v).sum(-1) + (strong * self.entering).squeeze(-1) + (dsystem * self.similar).sum(-1)
         dscores = (dscores * self.fade).sum(2, keepdim=True)
         dsimilar = (dsystem * self.beta * self.fade).sum(2, keepdim=True)
