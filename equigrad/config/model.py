@@ -113,9 +113,9 @@ class LinearAttention(Section):
         return self.linear_num_value_heads // self.linear_num_key_heads
 
     @property
-    def mixed_width(self) -> int:
-        """What is convolved of a key head: its query, its key and its values."""
-        return 2 * self.linear_key_head_dim + self.values_per_key * self.linear_value_head_dim
+    def mixed(self) -> tuple[int, int, int]:
+        """Features of a key head that are convolved: of its query, its key and its values."""
+        return self.linear_key_head_dim, self.linear_key_head_dim, self.values_per_key * self.linear_value_head_dim
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "LinearAttention":

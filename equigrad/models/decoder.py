@@ -80,10 +80,10 @@ class Block(nn.Module):
     def _recur(self, x: Tensor, row: Row) -> Tensor:
         ops, own, linear, layer = self.ops, self.linear_attn, self.linear, self.layer
         assert linear is not None
-        projections, width = (own.in_proj_qkvz, own.in_proj_ba), linear.mixed_width
+        projections, (*_, values) = (own.in_proj_qkvz, own.in_proj_ba), linear.mixed
         features, rates = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
-        gates = linear.values_per_key * linear.linear_value_head_dim
-        mixed, gate = ops.split(features.unflatten(-1, (-1, width + gates)), (width, gates), row)
+        sizes = sum(linear.mixed), values
+        mixed, gate = ops.split(features.unflatten(-1, (-1, sum(sizes))), sizes, row)
         (rates,) = _heads(2 * linear.values_per_key, rates)
         kernels = [conv.weight for conv in (own.q_conv1d, own.k_conv1d, own.v_conv1d)]
         read = ops.gated_delta_rule(mixed, rates, kernels, own.A_log, own.dt_bias, layer, row)

@@ -144,13 +144,12 @@ def _linear_attention_specs(
     """All of it lies key head after key head, and is cut between them: of a key head, its rows in the projections are
     query, key, values and gates of the values, and for the rates those of beta and of the decay."""
     groups, values, taps = linear.linear_num_key_heads, linear.values_per_key, linear.linear_conv_kernel_dim
-    key, value = linear.linear_key_head_dim, values * linear.linear_value_head_dim
-    cut = Cut(0, groups)
+    (_, key, value), cut = linear.mixed, Cut(0, groups)
     specs = {
         f"{at}.in_proj_qkvz.weight": Spec((groups * (2 * key + 2 * value), hidden), "matrix", std, tensor=cut),
         f"{at}.in_proj_ba.weight": Spec((groups * 2 * values, hidden), "matrix", std, tensor=cut),
     }
-    for which, width in ("q", key), ("k", key), ("v", value):
+    for which, width in zip("qkv", linear.mixed, strict=True):
         # The spread that PyTorch gives a convolution.
         kernel = Spec((groups * width, 1, taps), "matrix", 1 / math.sqrt(3 * taps), tensor=cut)
         specs[f"{at}.{which}_conv1d.weight"] = kernel
