@@ -28,7 +28,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
                                              ("qwen3", torch.float32), ("llama-llama3", torch.float16),
                                              ("qwen3-moe", torch.bfloat16), ("gpt-oss", torch.bfloat16),
-                                             ("gpt-oss-other", torch.float32)])  # fmt: skip
+                                             ("gpt-oss-other", torch.float32), ("qwen3-next", torch.bfloat16),
+                                             ("qwen3-next-dense", torch.float32)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -303,8 +304,8 @@ def _weights_on_a_layout(folder: Path, layout: dict[str, int]) -> dict[str, torc
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
-def test_each_rank_reads_its_part_of_the_experts(
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "qwen3-next"])
+def test_each_rank_reads_its_part_of_what_is_stored_otherwise(
     workers: Any, tmp_path: Path, name: str, layout: dict[str, int]
 ) -> None:
     model = build(make(name))

@@ -69,6 +69,34 @@ FURTHER_LAYOUTS = [
 ]
 
 
+# Layers 0 and 2 with states, of two key heads: fewer than some degrees. What a state gives may be nearly nothing, and
+# the norm behind it, without a larger eps, makes much of its rounding. Rows of whole chunks and remainders, and empty.
+RECURRENT = {
+    "model__num_hidden_layers": 3, "model__initializer_range": 0.05, "model__rms_norm_eps": 1e-3,
+    "model__qk_norm": True, "model__attn_output_gate": True, "model__zero_centred_norm": True,
+    "model__partial_rotary_factor": 0.5,
+    "model__linear_attention": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
+        "full_attention_interval": 2,
+    },
+}  # fmt: skip
+RECURRENT_ROWS: list[Rows] = [[(70, 9), (1,), (), (3, 2)], [(1, 5, 66), (130,)], [(), (17,)]]
+RECURRENT_LAYOUTS = [
+    {"dp_shard": 2},
+    {"cp": 2},
+    {"cp": 2, "cp_strategy": "ulysses"},
+    {"cp": 3},
+    {"cp": 4},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
+    {"cp": 2, "tp": 2},
+]
+LINEAR: Any = RECURRENT["model__linear_attention"]
+ONE_HEAD = {"model__linear_attention": LINEAR | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}}
+
+
 # Three key heads for six query heads, windows that end on other ranks and one layer without.
 UNEVEN = {
     "model__num_attention_heads": 6, "model__num_key_value_heads": 3, "model__head_dim": 8,
@@ -188,6 +216,34 @@ def test_multi_token_prediction_with_experts_and_an_embedding_of_its_own(
     workers: Pools, alone: Any, tmp_path: Path, layout: Layout
 ) -> None:
     check(workers, alone, tmp_path, layout, SPARSE | FURTHER | {"model__tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize("layout", RECURRENT_LAYOUTS, ids=str)
+def test_a_layout_of_recurrent_states_is_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, RECURRENT, RECURRENT_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ({"cp": 2, "ep": 2}, {"model__experts": EXPERTS}),
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, {"model__experts": EXPERTS}),
+        ({"pp": 2, "cp": 2, "pp_schedule": "zero_bubble"}, {"model__mtp_layers": 1}),
+        ({"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}, {"lora": {"rank": 3}}),
+        ({"cp": 2}, {"memory__recompute": "block"}),
+        ({"tp": 2, "dp_shard": 2}, ONE_HEAD),
+        ({"tp": 2, "cp": 2}, ONE_HEAD),
+        ({"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}, ONE_HEAD),
+    ],
+    ids=lambda v: ", ".join(v),
+)
+def test_recurrent_states_keep_other_promises(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout, more: dict[str, Any]
+) -> None:
+    """Beside experts, modules for multi-token prediction and adapters, computed again, and where ranks have no head."""
+    check(workers, alone, tmp_path, layout, RECURRENT | more, RECURRENT_ROWS)
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
