@@ -268,6 +268,13 @@ def test_a_token_costs_the_experts_it_chooses() -> None:
     assert flops_per_token(config.model_copy(update={"experts": more}), 0) == other + 6 * (2 * 72 * 48 + 2 * 3 * expert)
 
 
+def test_states_cost_the_same_at_any_context() -> None:
+    config = make("qwen3-next-dense")  # one layer with attention, two without
+    products = sum(s.numel for s in parameter_specs(config).values() if s.role == "matrix") + 97 * 48
+    assert flops_per_token(config, 0) == 6 * products + 2 * 18 * 3 * 6 * 4
+    assert flops_per_token(config, 10) - flops_per_token(config, 0) == 12 * 4 * 16 * 10
+
+
 SHAPE_ONLY = {"unflatten", "flatten", "view", "reshape", "__get__"}
 
 
