@@ -35,14 +35,21 @@ def test_no_other_cut_is_better(layers: int, vocabulary: int) -> None:
         assert most(config, bounds) == pytest.approx(min(most(config, other) for other in others))
 
 
-def test_blocks_are_cut_by_what_each_computes() -> None:
-    """Two blocks that are much dearer than the other six, beside a head that costs little."""
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_blocks_are_cut_by_what_each_computes(count: int) -> None:
+    """Two blocks with attention are much dearer than the other six."""
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 4}
     config = model(8, 100).model_copy(update={"linear_attention": LinearAttention(**linear), "intermediate_size": 8})
     work, head = layer_flops(config)
-    assert sum(block(64) for block in work) + head == pytest.approx(token_flops(config)(64))
-    assert work[3](64) > 3 * work[2](64)
-    assert [part.stop for part in cut_into_parts(config, 3, 128)] == [3, 7, 8]
+    costs = [block(64) for block in work]
+    assert sum(costs) + head == pytest.approx(token_flops(config)(64))
+    assert costs[3] > 3 * costs[2]
+
+    def dearest(bounds: list[int]) -> float:
+        return max(sum(costs[a:b]) + (head if b == 8 else 0) for a, b in pairwise(bounds))
+
+    found = dearest([0, *(part.stop for part in cut_into_parts(config, count, 128))])
+    assert found == pytest.approx(min(dearest([0, *middle, 8]) for middle in combinations(range(1, 8), count - 1)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
