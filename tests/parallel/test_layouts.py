@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from equigrad.execution import WholeModel
+from equigrad.models.generate import generate
+from tests.jobs import make_trainer
 from tests.parallel.layouts import Layout, full_product, pairwise
-from tests.parallel.outcomes import EXPERTS, SPARSE, Outcome, Pools, Rows, check, same, three_steps
+from tests.parallel.outcomes import EXPERTS, SPARSE, Outcome, Pools, Rows, check, layout_job, same, three_steps
 
 # Of rows that no context or tensor degree divides, that are shorter than a degree, and empty; and lanes with nothing.
 ROWS: list[Rows] = [
@@ -245,6 +248,17 @@ def test_recurrent_states_keep_other_promises(
 ) -> None:
     """Beside experts, modules for multi-token prediction and adapters, computed again, and where ranks have no head."""
     check(workers, alone, tmp_path, layout, RECURRENT | {"data__context": 80} | more)
+
+
+def _decoded(layout: Layout, folder: Path) -> list[list[int]]:
+    trainer = make_trainer(layout_job(layout, **RECURRENT), folder)
+    model = WholeModel(trainer.world, trainer.parts)
+    return generate(model, [[5, 6, 7], [1], list(range(70))], 12, temperature=0, tensor=trainer.world.axis("tp"))
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 2, "tp": 2}], ids=str)
+def test_divided_states_go_on_as_those_of_one_process(workers: Pools, tmp_path: Path, layout: Layout) -> None:
+    assert workers(4).run(_decoded, layout, tmp_path) == [_decoded({}, tmp_path)] * 4
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
