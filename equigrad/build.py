@@ -41,8 +41,9 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
     model = Decoder(job.model, ops, device, boxes, part, job.lora)
     blocks = model.blocks
     if job.numerics.compile:
-        # What attention calls depends on the lengths of a row's segments: compiled, it would serve no other row.
+        # What these call depends on the lengths of a row's segments: compiled, it would serve no other row.
         ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
+        ops.gated_delta_rule = torch.compiler.disable(ops.gated_delta_rule)  # type: ignore[method-assign]
         # And what experts compute on the choices of a row's tokens.
         for name in ("router", "dispatch", "expert_column_linears", "expert_row_linear", "combine"):
             setattr(ops, name, torch.compiler.disable(getattr(ops, name)))

@@ -152,6 +152,7 @@ def test_weights_with_adapters_start_only_what_has_the_same(
         ("llama-tied-biased", "lm_head", "the head is the embedding here"),
         ("qwen3-moe", "up_proj", "experts that take no adapter"),
         ("qwen3-moe", r".*mlp\.gate", "names model.layers.0.mlp.gate, one of those"),
+        ("qwen3-next", "q_conv1d", "q_conv1d, one of those layers that take no adapter"),
         ("llama", "(", "no name and no regular expression"),
     ],
 )

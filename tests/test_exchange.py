@@ -28,7 +28,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float32), ("qwen2-window", torch.bfloat16),
                                              ("qwen3", torch.float32), ("llama-llama3", torch.float16),
                                              ("qwen3-moe", torch.bfloat16), ("gpt-oss", torch.bfloat16),
-                                             ("gpt-oss-other", torch.float32)])  # fmt: skip
+                                             ("gpt-oss-other", torch.float32), ("qwen3-next", torch.bfloat16),
+                                             ("qwen3-next-dense", torch.float32)])  # fmt: skip
 def test_weights_and_logits_survive_the_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -218,7 +219,7 @@ def test_every_family_exports(tmp_path: Path) -> None:
     from equigrad.models.huggingface import to_huggingface
 
     assert {to_huggingface(make(n), 1, 2, "float32")["model_type"] for n in MODELS} == {
-        "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss",
+        "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss",
     }  # fmt: skip
 
 
@@ -263,6 +264,60 @@ def test_a_published_gpt_oss_configuration_is_understood() -> None:
     assert balanced.experts.router_aux_loss_coef == 0.9
 
 
+def test_a_published_qwen3_next_configuration_is_understood() -> None:
+    """The keys of Qwen/Qwen3-Next-80B-A3B-Instruct, with a rule for its layers; and what a file may leave out."""
+    from equigrad.config import load_job
+    from equigrad.models.huggingface import from_huggingface
+
+    raw = {
+        "architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+        "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False,
+        "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    }  # fmt: skip
+    model = from_huggingface(raw, "config.json")
+    preset = load_job(Path(__file__).parents[1] / "configs/qwen3-next-80b-a3b.toml").model
+    assert model == preset
+    assert [layer for layer in range(48) if not model.is_linear(layer)] == list(range(3, 48, 4))
+    assert model.rotary_size == 64
+    implied = ("full_attention_interval", "head_dim", "linear_key_head_dim", "linear_num_value_heads", "num_experts",
+               "norm_topk_prob", "num_key_value_heads", "partial_rotary_factor", "rms_norm_eps",
+               "shared_expert_intermediate_size", "linear_conv_kernel_dim")  # fmt: skip
+    assert from_huggingface({k: v for k, v in raw.items() if k not in implied}, "config.json") == model
+    kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+    other = from_huggingface(raw | {"num_hidden_layers": 4, "layer_types": kinds}, "config.json")
+    assert [other.is_linear(layer) for layer in range(4)] == [True, False, False, True]
+
+
+def test_modules_for_multi_token_prediction_of_a_qwen3_next_are_left_out(tmp_path: Path) -> None:
+    from equigrad.cli import main
+
+    model = build(make("qwen3-next"))
+    reference(model.config, model).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in/model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+
+
+def test_a_kernel_of_another_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from equigrad.cli import main
+
+    model = build(make("qwen3-next"))
+    reference(model.config, model).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in/model.safetensors"
+    tensors, name = load_file(file), "model.layers.0.linear_attn.conv1d.weight"
+    save_file(tensors | {name: torch.cat([tensors[name], tensors[name][:1]])}, file, metadata={"format": "pt"})
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    assert f"{name} has shape (81, 1, 4), of which the model needs (16, 1, 4)" in capsys.readouterr().err
+
+
 def test_mixed_types_survive_the_round_trip(tmp_path: Path) -> None:
     from equigrad.cli import main
 
@@ -303,8 +358,8 @@ def _weights_on_a_layout(folder: Path, layout: dict[str, int]) -> dict[str, torc
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
-def test_each_rank_reads_its_part_of_the_experts(
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "qwen3-next"])
+def test_each_rank_reads_its_part_of_what_is_stored_otherwise(
     workers: Any, tmp_path: Path, name: str, layout: dict[str, int]
 ) -> None:
     model = build(make(name))
@@ -346,6 +401,25 @@ def test_experts_that_the_family_lacks_are_not_exported(changes: dict[str, Any])
         to_huggingface(config, None, None, "float32")
     with pytest.raises(UserError, match="has no experts"):
         to_huggingface(config.model_copy(update={"family": "qwen3"}), None, None, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "complaint"),
+    [
+        ("qwen3-next", {"family": "qwen3_moe"}, "attn_output_gate = True, .*partial_rotary_factor = 0.25, linear_att"),
+        ("qwen3-next", {"linear_attention": None}, "model without linear_attention"),
+        ("qwen3-next", {"zero_centred_norm": False}, "zero_centred_norm = False"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_recurrent_states_and_what_goes_with_them_belong_to_qwen3_next(
+    name: str, changes: dict[str, Any], complaint: str
+) -> None:
+    from equigrad.errors import UserError
+    from equigrad.models.huggingface import to_huggingface
+
+    with pytest.raises(UserError, match=complaint):
+        to_huggingface(make(name).model_copy(update=changes), None, None, "float32")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])

@@ -13,13 +13,18 @@ from tests.jobs import make_trainer, tiny_job
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
 BIASED = {"bias": True, "router_bias": True, "activation": "clamped_swiglu"}
 SHARED = {"shared_expert_intermediate_size": 48, "shared_expert_gate": True}
+NEXT = {
+    "model__qk_norm": True, "model__attn_output_gate": True, "model__zero_centred_norm": True,
+    "model__linear_attention": {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "full_attention_interval": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("experts", [None, EXPERTS, EXPERTS | SHARED, EXPERTS | BIASED])
-def test_state_is_exact_and_activations_are_close(tmp_path: Path, recompute: str, experts: Any) -> None:
+@pytest.mark.parametrize("mixer", [{}, NEXT], ids=["attention", "states"])
+def test_state_is_exact_and_activations_are_close(tmp_path: Path, recompute: str, experts: Any, mixer: Any) -> None:
     job = tiny_job(model__hidden_size=64, model__intermediate_size=160, model__num_hidden_layers=4,
-                   batch__row_tokens=400, memory__recompute=recompute, model__experts=experts)  # fmt: skip
+                   batch__row_tokens=400, memory__recompute=recompute, model__experts=experts, **mixer)  # fmt: skip
     trainer = make_trainer(job, tmp_path)
     guess = estimate(job)
     assert guess.parameters == sum(4 * p.numel() for p in trainer.model.parameters())

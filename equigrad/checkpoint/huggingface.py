@@ -20,7 +20,7 @@ from equigrad.checkpoint.state import load, read_tensors
 from equigrad.checkpoint.weights import Weights
 from equigrad.config.lora import Lora
 from equigrad.errors import UserError
-from equigrad.models.huggingface import Piece, stored_pieces
+from equigrad.models.huggingface import Piece, Pieces, stored_pieces, turns
 from equigrad.models.specs import is_adapter, parameter_specs
 from equigrad.parallel.placement import Placed
 
@@ -46,7 +46,8 @@ def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
             for name, parts in sorted(pieces.items()):
                 for turn, piece in enumerate(parts if files[name] == path else ()):
                     if piece.parameter in parameters:
-                        stored = _Stored(file.get_slice(name), piece, turn, len(parts))
+                        count, rows = turns(parts), parts[-1].rows
+                        stored = _Stored(file.get_slice(name), piece, turn % count, count, rows and rows[1])
                         _fill(parameters[piece.parameter], stored, f"{path}: {name}")
 
 
@@ -107,9 +108,16 @@ def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
                     part = tensor if piece.index is None else tensor[piece.index]
                     found[piece] = part.mT if piece.transposed else part
             if len(found) == len(pieces[name]):
-                turns = [found[piece] for piece in pieces[name]]
-                yield name, turns[0] if len(turns) == 1 else torch.stack(turns, -1).flatten(-2)
+                yield name, _joined(pieces[name], found)
                 del waiting[name]
+
+
+def _joined(pieces: Pieces, found: Mapping[Piece, Tensor]) -> Tensor:
+    """What is stored of these pieces."""
+    parts = [found[piece] for piece in pieces]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if pieces[0].rows else torch.stack(parts, -1).flatten(-2)
 
 
 def merged(named: Iterable[tuple[str, Tensor]], lora: Lora | None) -> Iterator[tuple[str, Tensor]]:
@@ -136,7 +144,8 @@ def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in huggingface_tensors(weights.folder, pieces):
         for turn, piece in enumerate(pieces[name]):
-            part = tensor[..., turn :: len(pieces[name])]
+            rows, count = slice(*piece.rows or (None,)), turns(pieces[name])
+            part = tensor[rows, ..., turn % count :: count] if count > 1 else tensor[rows]
             stacks.setdefault(piece.parameter, []).append(part.mT if piece.transposed else part)
             if last[piece.parameter] == name:
                 stack = stacks.pop(piece.parameter)
@@ -152,7 +161,8 @@ def _opened(path: Path) -> Any:
 
 def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> None:
     # Old checkpoints carry rotary tables, and tied models sometimes a copy of the embedding: neither is a parameter.
-    extra = {n for n in stored - ours if not n.endswith("rotary_emb.inv_freq")}
+    # Modules for multi-token prediction of other makers are built otherwise than ours; `transformers` has none at all.
+    extra = {n for n in stored - ours if not n.endswith("rotary_emb.inv_freq") and not n.startswith("mtp.")}
     extra -= {"lm_head.weight"} if tied else set()
     missing = ours - stored
     if missing or extra:
@@ -163,22 +173,29 @@ def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The elements of a tensor in a file that are one of its pieces: each last index that is ``turn`` modulo
-    ``turns``, and read transposed if the piece says so."""
+    """The elements of a tensor in a file that are one of its pieces: of some of its ``rows`` each last index that
+    is ``turn`` modulo ``turns``, read transposed if the piece says so."""
 
     slices: Any
     piece: Piece
     turn: int
     turns: int
+    rows: int | None
 
     def shape(self) -> tuple[int, ...]:
         """Of the piece, as the parameter has it."""
         *rest, last = self.slices.get_shape()
+        if self.piece.rows:
+            start, stop = self.piece.rows
+            rest[0] = stop - start if rest[0] == self.rows else -1
         return self._turned((*rest, last // self.turns if last % self.turns == 0 else -1))
 
     def read(self, box: tuple[slice, ...]) -> Tensor:
         """A box of the piece."""
         *rest, last = self._turned(box)
+        if self.piece.rows:
+            first = self.piece.rows[0]
+            rest[0] = slice(first + rest[0].start, first + rest[0].stop)
         there = self.slices[(*rest, slice(last.start * self.turns, last.stop * self.turns))]
         there = there[..., self.turn :: self.turns]
         return there.mT if self.piece.transposed else there

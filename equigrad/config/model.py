@@ -90,13 +90,50 @@ class Experts(Section):
         return self
 
 
+class LinearAttention(Section):
+    """Layers with a recurrent state in place of attention: the gated delta rule (arXiv 2412.06464) behind a short
+    convolution. Both begin anew in every sample. Names are those of Qwen3-Next in ``transformers``."""
+
+    linear_num_key_heads: int = Field(2, ge=1)
+    """Query and key heads."""
+    linear_num_value_heads: int = Field(4, ge=1)
+    """Value heads, each with a state of its own; consecutive ones share a query and a key head."""
+    linear_key_head_dim: int = Field(64, ge=1)
+    """Width of a query or key head."""
+    linear_value_head_dim: int = Field(64, ge=1)
+    """Width of a value head."""
+    linear_conv_kernel_dim: int = Field(4, ge=1)
+    """The convolution sees this many latest tokens, the present one included."""
+    full_attention_interval: int = Field(4, ge=0)
+    """One layer in so many, the last of them, has attention, as those of full_attention_layers have; 0: only those."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share a key head."""
+        return self.linear_num_value_heads // self.linear_num_key_heads
+
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Features of a key head that are convolved: of its query, its key and its values."""
+        return self.linear_key_head_dim, self.linear_key_head_dim, self.values_per_key * self.linear_value_head_dim
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "LinearAttention":
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of"
+                f" linear_num_key_heads {self.linear_num_key_heads}"
+            )
+        return self
+
+
 class Model(Section):
     """A pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
     weights: str | None = None
     """Start from these weights: a Hugging Face folder, a run folder or a checkpoint folder. The shape then comes from
     there, and shape fields given here as well must agree with it."""
-    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"] = "llama"
+    family: Literal["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gpt_oss"] = "llama"
     """Hugging Face family that imports and exports go by; it decides nothing about the shape."""
     vocab_size: int | None = Field(None, ge=2)
     """Rows of the embedding; by default the tokenizer's vocabulary."""
@@ -118,10 +155,17 @@ class Model(Section):
     """Bias on the attention output projection (Llama with ``attention_bias`` has it, Qwen2 has not)."""
     attention_sinks: bool = False
     """One more logit in every softmax of a head, learned, with no value behind it (gpt-oss: true)."""
+    attn_output_gate: bool = False
+    """Scale what attention gives, element by element, by the sigmoid of a second half of the query projection
+    (Qwen3-Next: true)."""
     mlp_bias: bool = False
     """Bias on the feed-forward projections."""
     qk_norm: bool = False
     """RMSNorm on each query and key head (Qwen3: true)."""
+    zero_centred_norm: bool = False
+    """Norms multiply by 1 + weight (Qwen3-Next: true); the one behind the gated delta rule always by its weight."""
+    linear_attention: LinearAttention | None = None
+    """The gated delta rule in place of attention in most layers."""
     experts: Experts | None = None
     """Mixture of experts in place of feed-forward blocks."""
     mtp_layers: int = Field(0, ge=0)
@@ -136,6 +180,8 @@ class Model(Section):
     """Added to the mean square before the root."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary frequencies."""
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    """The part of each head, from its beginning, that is rotated (Qwen3-Next: 0.25)."""
     rope_scaling: RopeScaling | None = None
     """Long-context scaling of the rotary frequencies."""
     max_position_embeddings: int = Field(2048, ge=1)
@@ -143,7 +189,7 @@ class Model(Section):
     sliding_window: int | None = Field(None, ge=1)
     """A query sees this many latest tokens (itself included) in sliding layers; none: full attention everywhere."""
     full_attention_layers: list[int] = []
-    """Layers that keep full attention although ``sliding_window`` is set."""
+    """Layers that keep full attention although ``sliding_window`` or ``linear_attention`` is set."""
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of initial weights; output projections are divided by sqrt(2 num_hidden_layers)."""
 
@@ -174,6 +220,18 @@ class Model(Section):
         """Whether the embedding is used behind the last block as well."""
         return self.tie_word_embeddings or self.mtp_layers > 0
 
+    @property
+    def rotary_size(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a layer has a recurrent state in place of attention; modules for multi-token prediction have not."""
+        if self.linear_attention is None or layer >= self.num_hidden_layers or layer in self.full_attention_layers:
+            return False
+        interval = self.linear_attention.full_attention_interval
+        return not interval or (layer + 1) % interval > 0
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None for full attention."""
         return None if layer in self.full_attention_layers else self.sliding_window
@@ -202,8 +260,9 @@ class Model(Section):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of"
                 f" num_key_value_heads {self.kv_heads}"
             )
-        if self.head_size % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+        if self.rotary_size % 2 or not self.rotary_size:
+            of = f" x partial_rotary_factor {self.partial_rotary_factor}" if self.partial_rotary_factor < 1 else ""
+            raise ValueError(f"rotary positions need an even head_dim{of}, not {self.rotary_size}")
         if any(not 0 <= layer < self.num_hidden_layers for layer in self.full_attention_layers):
             raise ValueError(f"full_attention_layers must lie in 0..{self.num_hidden_layers - 1}")
         if self.experts is not None and any(

@@ -35,12 +35,11 @@ def estimate(job: Job) -> Estimate:
     count, trained = (parameter_count(model, job.lora, only) for only in (False, True))
     tokens = job.batch.row_tokens
     low = 2 if job.numerics.dtype == "bfloat16" else 4
-    heads = model.num_attention_heads + model.kv_heads
-    # Per token and block: residual stream at both norms (float32); outputs of both norms, rotated q and k, v and the
-    # attention output (compute type); and what the feed-forward part keeps.
+    # Per token and block: residual stream at both norms (float32) and outputs of both norms (compute type); and what
+    # attention or the gated delta rule, and the feed-forward part, keep.
     layers = model.all_layers
-    block = 4 * 2 * model.hidden_size + low * (2 * model.hidden_size + 2 * heads * model.head_size)
-    block += sum(_feed_bytes(model, layer, low) for layer in range(layers)) // layers
+    block = (4 + low) * 2 * model.hidden_size
+    block += sum(_mixer_bytes(model, layer, low) + _feed_bytes(model, layer, low) for layer in range(layers)) // layers
     kept = layers
     if job.memory.recompute == "block":
         recomputed = -(-layers // job.memory.recompute_every)
@@ -63,6 +62,21 @@ def estimate(job: Job) -> Estimate:
         gathered = here - in_blocks + in_blocks * min(kept_blocks, layers) // layers
     optimizer = _OPTIMIZER_BYTES[job.optim.name] * own
     return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)
+
+
+def _mixer_bytes(model: Model, layer: int, low: int) -> int:
+    """Saved per token by a layer's attention or gated delta rule; ``low``: bytes of the compute type."""
+    linear = model.linear_attention
+    if linear is not None and model.is_linear(layer):
+        # Queries, keys, values, gates and rates as they were projected, what is read from the states, and that gated;
+        # and of 64 tokens the first state (float32).
+        keys = linear.linear_num_key_heads * linear.linear_key_head_dim
+        values = linear.linear_num_value_heads * linear.linear_value_head_dim
+        states = 4 * values * linear.linear_key_head_dim // 64
+        return low * (2 * keys + 4 * values + 2 * linear.linear_num_value_heads) + states
+    # Rotated q and k, v, the attention output; what enters the norms of q and k; the gate, and the output gated.
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    return low * ((2 + model.qk_norm) * (queries + keys) + 2 * model.attn_output_gate * queries)
 
 
 def _feed_bytes(model: Model, layer: int, low: int) -> int:

@@ -1,4 +1,5 @@
-"""A pre-norm decoder for Llama, Qwen2, Qwen3, Qwen3-MoE and gpt-oss, written once on plain tensors and the op set.
+"""A pre-norm decoder for Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next and gpt-oss, written once on plain tensors and the
+op set.
 
 It knows its configuration and calls ops; it does not know how it is sharded, how rows are made or what the loss is
 for. Everything a token's result depends on is in the arguments.
@@ -17,7 +18,7 @@ from equigrad.config.model import Model
 from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
 from equigrad.models.specs import Spec, parameter_specs
-from equigrad.numerics.ops import Adapter, AttentionLayer, Ops, RotaryTable
+from equigrad.numerics.ops import Adapter, AttentionLayer, DeltaLayer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.routing import Load, Loads
 from equigrad.numerics.row import Row
@@ -25,10 +26,11 @@ from equigrad.parallel.placement import Placed, Placement, place, whole
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention or the gated delta rule, and feed-forward, each behind a norm and added to the residual stream."""
 
     # Name spaces of parameters, attached by the decoder from the specs.
     self_attn: Any
+    linear_attn: Any
     mlp: Any
     input_layernorm: Any
     post_attention_layernorm: Any
@@ -36,34 +38,57 @@ class Block(nn.Module):
     def __init__(self, config: Model, ops: Ops, layer: int) -> None:
         super().__init__()
         self.config, self.ops = config, ops
-        self.layer = AttentionLayer(layer, config.window(layer))
+        self.linear = config.linear_attention if config.is_linear(layer) else None
+        self.layer: Any = AttentionLayer(layer, config.window(layer))
+        if (linear := self.linear) is not None:
+            widths = linear.linear_key_head_dim, linear.linear_value_head_dim
+            self.layer = DeltaLayer(layer, *widths, linear.values_per_key)
         self.sparse = config.is_sparse(layer)
 
     def forward(self, x: Tensor, table: RotaryTable, row: Row) -> tuple[Tensor, Load | None]:
         """Residual stream [T, H] -> [T, H], and how its router spread the tokens, if it has one."""
-        ops, eps = self.ops, self.config.rms_norm_eps
+        ops = self.ops
         x, branch = ops.fork(x, row)
-        x = ops.add(x, self._attend(ops.norm(branch, self.input_layernorm.weight, eps, row), table, row), row)
-        x, branch = ops.fork(x, row)
-        branch = ops.norm(branch, self.post_attention_layernorm.weight, eps, row)
+        branch = self._norm(branch, self.input_layernorm, row)
+        mixed = self._attend(branch, table, row) if self.linear is None else self._recur(branch, row)
+        x, branch = ops.fork(ops.add(x, mixed, row), row)
+        branch = self._norm(branch, self.post_attention_layernorm, row)
         if not self.sparse:
             return ops.add(x, self._feed(branch, self.mlp, row), row), None
         fed, load = self._feed_experts(branch, row)
         return ops.add(x, fed, row), load
 
+    def _norm(self, x: Tensor, own: Any, row: Row) -> Tensor:
+        return self.ops.norm(x, own.weight, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
+
     def _attend(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         ops, config, own = self.ops, self.config, self.self_attn
         projections = (own.q_proj, own.k_proj, own.v_proj)
-        q, k, v = (
-            t.unflatten(-1, (-1, config.head_size))
-            for t in ops.column_linears(x, *_parts(projections), row, _adapters(projections))
-        )
+        width, gate = config.head_size, None
+        q, k, v = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
+        q, k, v = q.unflatten(-1, (-1, width * (1 + config.attn_output_gate))), *_heads(width, k, v)
+        if config.attn_output_gate:
+            q, gate = ops.split(q, (width, width), row)
         if config.qk_norm:
-            q = ops.norm(q, own.q_norm.weight, config.rms_norm_eps, row)
-            k = ops.norm(k, own.k_norm.weight, config.rms_norm_eps, row)
+            q, k = self._norm(q, own.q_norm, row), self._norm(k, own.k_norm, row)
         q, k = ops.rotary(q, table, row), ops.rotary(k, table, row)
         mixed = ops.attention(q, k, v, self.layer, row, own.sinks)
+        if gate is not None:
+            mixed = ops.output_gate(mixed, gate, row)
         return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row, own.o_proj.adapter)
+
+    def _recur(self, x: Tensor, row: Row) -> Tensor:
+        ops, own, linear, layer = self.ops, self.linear_attn, self.linear, self.layer
+        assert linear is not None
+        projections, (*_, values) = (own.in_proj_qkvz, own.in_proj_ba), linear.mixed
+        features, rates = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
+        sizes = sum(linear.mixed), values
+        mixed, gate = ops.split(features.unflatten(-1, (-1, sum(sizes))), sizes, row)
+        (rates,) = _heads(2 * linear.values_per_key, rates)
+        kernels = [conv.weight for conv in (own.q_conv1d, own.k_conv1d, own.v_conv1d)]
+        read = ops.gated_delta_rule(mixed, rates, kernels, own.A_log, own.dt_bias, layer, row)
+        read = ops.gated_norm(read, gate, own.norm.weight, self.config.rms_norm_eps, row)
+        return ops.row_linear(read.flatten(1), own.out_proj.weight, None, row, own.out_proj.adapter)
 
     def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
         ops = self.ops
@@ -114,11 +139,11 @@ class FurtherBlock(Block):
     ) -> tuple[Tensor, Tensor, Load | None]:
         """Residual stream [T, H] and embeddings [T, H] of the tokens ahead -> the stream that the next module goes on
         from, the same as the head wants it, and the load of its router."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        ahead, x = ops.norm(ahead, self.enorm.weight, eps, row), ops.norm(x, self.hnorm.weight, eps, row)
+        ops = self.ops
+        ahead, x = self._norm(ahead, self.enorm, row), self._norm(x, self.hnorm, row)
         x, load = super().forward(ops.joined_linear(ahead, x, self.eh_proj.weight, row), table, row)
         x, branch = ops.fork(x, row)
-        return x, ops.norm(branch, self.shared_head.norm.weight, eps, row), load
+        return x, self._norm(branch, self.shared_head.norm, row), load
 
 
 @dataclass(frozen=True)
@@ -167,6 +192,11 @@ def _parts(linears: Sequence[_Holder]) -> tuple[list[Tensor], list[Tensor | None
 
 def _adapters(linears: Sequence[_Holder]) -> list[Adapter | None]:
     return [linear.adapter for linear in linears]
+
+
+def _heads(width: int, *features: Tensor) -> list[Tensor]:
+    """[T, heads * width] -> [T, heads, width]."""
+    return [x.unflatten(-1, (-1, width)) for x in features]
 
 
 class Decoder(nn.Module):
@@ -237,7 +267,7 @@ class Decoder(nn.Module):
         branch = None
         if ahead:
             x, branch = ops.fork(x, row)
-        x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row)
+        x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
         if labels is None:
             return ops.logits(x, self.head, at, vocabulary, row, self.head_adapter)
         losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)]

@@ -1,4 +1,4 @@
-"""Decoding with a cache of keys and values: batched, reproducible, independent of batch neighbours.
+"""Decoding with a cache of keys and values, or of states: batched, reproducible, independent of batch neighbours.
 
 Each sequence draws its numbers from a counter keyed by (seed, number of the sequence, position), so that what sequence
 number n draws does not depend on the sequences beside it. Knows token ids only, no text.
@@ -69,7 +69,6 @@ def generate(
     lengths = [len(p) for p in prompts]
     first_head, stop_head = part_of(config.kv_heads, tensor.size, tensor.rank)
     cache = KeyValueCache(
-        config.num_hidden_layers,
         len(prompts),
         max(lengths) + max_tokens,
         stop_head - first_head,

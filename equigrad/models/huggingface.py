@@ -1,24 +1,27 @@
-"""The mapping between our models and Hugging Face folders, for Llama, Qwen2, Qwen3, Qwen3-MoE and gpt-oss: what
-``config.json`` says, and which stored tensor is which part of which parameters. Torch-free.
+"""The mapping between our models and Hugging Face folders, for Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen3-Next and gpt-oss:
+what ``config.json`` says, and which stored tensor is which part of which parameters. Torch-free.
 """
 
 import json
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from equigrad.config.lora import Lora
-from equigrad.config.model import Model, RopeScaling
+from equigrad.config.model import LinearAttention, Model, RopeScaling
 from equigrad.errors import UserError
 from equigrad.models.specs import adapted_weights, parameter_specs
+from equigrad.parallel.partition import Range
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
 _SAME = (
@@ -54,6 +57,14 @@ _GPT_OSS_EXPERTS = {
     "mlp_only_layers": [],
 }  # fmt: skip
 
+_QWEN3_NEXT = {
+    "head_dim": 256, "num_key_value_heads": 2, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
+    "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -61,15 +72,23 @@ class Piece:
 
     index:      of the parameter's first dimension; None: all of the parameter
     transposed: stored with the last two dimensions the other way round
+    rows:       where it is in the first dimension of what is stored; None: everywhere in it
     """
 
     parameter: str
     index: int | None = None
     transposed: bool = False
+    rows: Range | None = None
 
 
 Pieces = tuple[Piece, ...]
-"""What a stored tensor holds: one piece, or several whose elements take turns in its last dimension."""
+"""What a stored tensor holds: one piece, or several, which have rows of their own, or else whose elements take turns in
+its last dimension."""
+
+
+def turns(pieces: Pieces) -> int:
+    """How many pieces take turns in the last dimension of what is stored."""
+    return 1 if pieces[0].rows else len(pieces)
 
 
 def stored_pieces(config: Model) -> dict[str, Pieces]:
@@ -79,6 +98,8 @@ def stored_pieces(config: Model) -> dict[str, Pieces]:
     for name, spec in parameter_specs(config.model_copy(update={"mtp_layers": 0})).items():
         if config.family == "gpt_oss" and ".mlp." in name:
             pieces |= _gpt_oss_pieces(name)
+        elif name.endswith("_conv1d.weight"):
+            pieces |= _kernel_pieces(name, config)
         elif spec.expert is not None:
             # Stacked here and apart there: ``experts.0.gate_proj.weight`` [N, K], ``experts.1.gate_proj.weight``, ...
             layer, _, matrix = name.partition(".experts.")
@@ -101,6 +122,20 @@ def _gpt_oss_pieces(name: str) -> dict[str, Pieces]:
         return {}  # told with its gate
     stored = matrix.replace("gate_proj", "gate_up_proj") + ("" if weight else "_bias")
     return {f"{layer}.mlp.experts.{stored}": tuple(Piece(part, transposed=weight) for part in parts)}
+
+
+def _kernel_pieces(name: str, config: Model) -> dict[str, Pieces]:
+    """Three here and one there, ``conv1d.weight``: kernels of all queries, of all keys, of all values."""
+    layer, _, which = name.rpartition(".linear_attn.")
+    if which[0] != "q":
+        return {}  # told with the queries'
+    assert config.linear_attention is not None
+    of_head = config.linear_attention.mixed
+    stops = list(accumulate(config.linear_attention.linear_num_key_heads * features for features in of_head))
+    rows = pairwise([0, *stops])
+    parts = (f"{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv")
+    kernels = tuple(Piece(part, rows=own) for part, own in zip(parts, rows, strict=True))
+    return {f"{layer}.linear_attn.conv1d.weight": kernels}
 
 
 def read_config(folder: Path) -> Model:
@@ -135,6 +170,8 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
         )
     if family == "gpt_oss":
         raw = _GPT_OSS | {key: value for key, value in raw.items() if value is not None or key == "sliding_window"}
+    if family == "qwen3_next":
+        raw = _QWEN3_NEXT | {key: value for key, value in raw.items() if value is not None}
     values = {key: raw[key] for key in _SAME if raw.get(key) is not None}
     values["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings", False))
     biased = bool(raw.get("attention_bias", False))
@@ -143,10 +180,12 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
         "attention_bias": family == "qwen2" or biased,
         "output_bias": family != "qwen2" and biased,
         "mlp_bias": family == "llama" and bool(raw.get("mlp_bias", False)),
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "qwen3_next"),
     }
     if family == "qwen3_moe":
         values["experts"] = _expert_values(raw)
+    if family == "qwen3_next":
+        values |= _qwen3_next_values(raw)
     if family == "gpt_oss":
         values |= {"attention_sinks": True, "experts": _gpt_oss_experts(raw)}
     if family == "qwen3":
@@ -170,6 +209,29 @@ def _expert_values(raw: dict[str, Any]) -> dict[str, Any]:
     return defaults | given
 
 
+def _qwen3_next_values(raw: dict[str, Any]) -> dict[str, Any]:
+    """What only a Qwen3-Next has. Its file lists the kind of every layer, or has a rule for them."""
+    rope = raw.get("rope_parameters") or {}
+    linear = {key: raw[key] for key in LinearAttention.model_fields}
+    values: dict[str, Any] = {
+        "attn_output_gate": True,
+        "zero_centred_norm": True,
+        "partial_rotary_factor": rope.get("partial_rotary_factor") or raw["partial_rotary_factor"],
+        "linear_attention": linear,
+    }
+    if (kinds := raw.get("layer_types")) is not None:
+        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+        every = (full[0] + 1) if full else 0
+        if every and full == list(range(every - 1, len(kinds), every)):
+            linear["full_attention_interval"] = every
+        else:
+            linear["full_attention_interval"], values["full_attention_layers"] = 0, full
+    if raw["num_experts"]:
+        shared = {"shared_expert_gate": True, "shared_expert_intermediate_size": raw["shared_expert_intermediate_size"]}
+        values["experts"] = _expert_values(raw) | shared
+    return values
+
+
 def _gpt_oss_experts(raw: dict[str, Any]) -> dict[str, Any]:
     """The experts of a gpt-oss. Its file names a coefficient even where it is not in use."""
     return _GPT_OSS_EXPERTS | {
@@ -188,6 +250,8 @@ def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
+    if raw["model_type"] == "qwen3_next":
+        rope.pop("partial_rotary_factor", None)
     values: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "default":
         return values
@@ -203,7 +267,7 @@ def _rope_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
 def _window_values(raw: dict[str, Any], family: str) -> dict[str, Any]:
     """The sliding window, where it is switched on, and the layers without it."""
     layers, window = raw.get("num_hidden_layers", 0), raw.get("sliding_window")
-    if family == "llama" or window is None or not raw.get("use_sliding_window", family == "gpt_oss"):
+    if family in ("llama", "qwen3_next") or window is None or not raw.get("use_sliding_window", family == "gpt_oss"):
         return {}
     kinds = raw.get("layer_types")
     if family == "gpt_oss" and kinds is None:
@@ -244,6 +308,9 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
                 "num_experts_per_tok": experts.num_experts_per_tok, "swiglu_alpha": experts.swiglu_alpha,
                 "swiglu_limit": experts.swiglu_limit, "router_aux_loss_coef": experts.router_aux_loss_coef,
                 "output_router_logits": experts.router_aux_loss_coef > 0}  # fmt: skip
+    elif config.family == "qwen3_next":
+        raw |= _qwen3_next_raw(config)
+        raw["rope_parameters"] |= {"partial_rotary_factor": config.partial_rotary_factor}
     elif config.experts is not None:
         raw |= {key: getattr(config.experts, key) for key in _EXPERTS}
         window = config.sliding_window
@@ -254,6 +321,19 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
                 "layer_types": kinds, "max_window_layers": kinds.count("full_attention")}  # fmt: skip
     if config.family == "qwen3":
         raw["attention_bias"] = config.attention_bias
+    return raw
+
+
+def _qwen3_next_raw(config: Model) -> dict[str, Any]:
+    """What only the ``config.json`` of a Qwen3-Next has."""
+    linear, experts = config.linear_attention, config.experts
+    assert linear is not None
+    kinds = ["linear_attention" if config.is_linear(i) else "full_attention" for i in range(config.num_hidden_layers)]
+    raw = linear.model_dump()
+    raw |= {"attention_bias": config.attention_bias, "partial_rotary_factor": config.partial_rotary_factor,
+            "layer_types": kinds, "output_router_logits": False, "num_experts": 0}  # fmt: skip
+    if experts is not None:
+        raw |= {key: getattr(experts, key) for key in (*_EXPERTS, "shared_expert_intermediate_size")}
     return raw
 
 
@@ -284,13 +364,21 @@ def _check_family(config: Model) -> None:
     }
     rules["qwen3_moe"] = rules["qwen3"] | {"full_attention_layers": []}
     rules["gpt_oss"] = {"qk_norm": False, "output_bias": config.attention_bias}
-    rule = rules[family] | {"attention_sinks": family == "gpt_oss"}
+    rules["qwen3_next"] = rules["qwen3"] | {"sliding_window": None}
+    following = family == "qwen3_next"
+    rule = rules[family] | {"attention_sinks": family == "gpt_oss", "attn_output_gate": following,
+                            "zero_centred_norm": following}  # fmt: skip
+    if not following:
+        rule["partial_rotary_factor"] = 1.0
     wrong = [f"{key} = {getattr(config, key)}" for key, value in rule.items() if getattr(config, key) != value]
-    if (config.experts is not None) != (family in ("qwen3_moe", "gpt_oss")):
+    if (config.linear_attention is not None) != following:
+        wrong.append("linear_attention" if config.linear_attention is not None else "model without linear_attention")
+    if not following and (config.experts is not None) != (family in ("qwen3_moe", "gpt_oss")):
         wrong.append("experts" if config.experts is not None else "model without experts")
     elif config.experts is not None:
-        only = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_intermediate_size": 0,
-                "router_bias_update_rate": None}  # fmt: skip
+        width = config.experts.shared_expert_intermediate_size if following else 0
+        only = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_intermediate_size": width,
+                "router_bias_update_rate": None, "shared_expert_gate": following}  # fmt: skip
         of_qwen = {"bias": False, "router_bias": False, "activation": "swiglu"}
         only |= _GPT_OSS_EXPERTS if family == "gpt_oss" else of_qwen
         wrong += [f"experts.{key} = {getattr(config.experts, key)}" for key, value in only.items()

@@ -1,16 +1,14 @@
 """How a decoder is cut into the stages of a pipeline: whole blocks, the embedding before the first, the head after the
 last. Torch-free."""
 
-import re
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from equigrad.config.model import Model
-from equigrad.models.specs import token_flops
+from equigrad.models.specs import BLOCK, layer_flops
 
 EMBEDDING = "model.embed_tokens.weight"
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Part:
     def holds(self, name: str, both_ends: bool) -> bool:
         """Whether a parameter belongs to this part. Modules for multi-token prediction, numbered after the blocks,
         belong to the last; an embedding that is used at ``both_ends`` to the first and to the last."""
-        if found := _BLOCK.match(name):
+        if found := BLOCK.match(name):
             return self.start <= min(int(found[1]), self.layers - 1) < self.stop
         if name == EMBEDDING:
             return self.first or (both_ends and self.last)
@@ -52,21 +50,20 @@ def cut_into_parts(model: Model, count: int, context: int) -> tuple[Part, ...]:
     layers = model.num_hidden_layers
     if not 1 <= count <= layers:
         raise ValueError(f"{layers} blocks cannot be cut into {count} parts")
-    work = token_flops(model)
-    # At the end: the head, and each module for multi-token prediction: a block, a projection and the head again.
-    head = 6.0 * model.vocabulary * model.hidden_size
-    module = head + 12.0 * model.hidden_size**2
-    block = (work(context / 2) - head - model.mtp_layers * module) / model.all_layers
-    head += model.mtp_layers * (module + block)
+    work, head = layer_flops(model)
+    # Of all blocks before each. Modules for multi-token prediction are at the end, as the head is.
+    before = list(accumulate((block(context / 2) for block in work), initial=0.0))
+    head += before[-1] - before[layers]
 
     @cache
     def best(stop: int, parts: int) -> tuple[float, int]:
         """The most that any of ``parts`` parts of the first ``stop`` blocks computes, and where the last one starts."""
         extra = head if stop == layers else 0.0
         if parts == 1:
-            return stop * block + extra, 0
+            return before[stop] + extra, 0
         ways = range(stop - 1, parts - 2, -1)
-        return min((max(best(start, parts - 1)[0], (stop - start) * block + extra), -start) for start in ways)
+        costs = ((start, before[stop] - before[start] + extra) for start in ways)
+        return min((max(best(start, parts - 1)[0], own), -start) for start, own in costs)
 
     bounds = [layers]
     for parts in range(count, 1, -1):

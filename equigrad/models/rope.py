@@ -9,12 +9,13 @@ from equigrad.config.model import Model, RopeScaling
 
 
 def frequencies(config: Model, lengths: tuple[int, ...]) -> tuple[Tensor, float]:
-    """Frequencies [D/2] float32 ([segments, D/2] where they depend on the segment) and the scale of the table.
+    """Frequencies [D/2] float32 ([segments, D/2] where they depend on the segment) and the scale of the table; D is
+    what is rotated of a head.
 
     ``lengths`` are the tokens of each segment; only the ``dynamic`` rule looks at them, each segment at its own length
     alone, so that no token's rotation depends on its neighbours in the row.
     """
-    base = _inverse_powers(config.rope_theta, config.head_size)
+    base = _inverse_powers(config.rope_theta, config.rotary_size)
     scaling = config.rope_scaling
     if scaling is None:
         return base, 1.0
@@ -37,7 +38,7 @@ def _original(config: Model, scaling: RopeScaling) -> int:
 
 def _dynamic(config: Model, scaling: RopeScaling, lengths: tuple[int, ...]) -> Tensor:
     """NTK-aware scaling that grows with the segment beyond the original context."""
-    limit, dim = _original(config, scaling), config.head_size
+    limit, dim = _original(config, scaling), config.rotary_size
     length = torch.tensor(lengths, dtype=torch.float32).clamp(min=limit)[:, None]
     stretch = scaling.factor * length / limit - (scaling.factor - 1)
     return _inverse_powers(config.rope_theta * stretch ** (dim / (dim - 2)), dim)
@@ -54,7 +55,7 @@ def _llama3(base: Tensor, scaling: RopeScaling, original: int) -> Tensor:
 
 def _yarn(base: Tensor, config: Model, scaling: RopeScaling, original: int) -> tuple[Tensor, float]:
     """Peng et al., arXiv 2309.00071: interpolate slow dimensions, keep fast ones, ramp between."""
-    dim = config.head_size
+    dim = config.rotary_size
 
     def dimension(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))

@@ -1,22 +1,27 @@
 """Every parameter of a decoder, from its configuration alone: name, global shape, role, initial spread.
 
 Torch-free, so that planners and dry runs can use it. Names are those of Hugging Face checkpoints of the Llama, Qwen2
-and Qwen3 families, which makes import and export a plain copy; only experts are stored otherwise there.
+and Qwen3 families, which makes import and export a plain copy; only experts and the kernels of convolutions are stored
+otherwise there.
 """
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from equigrad.config.lora import Lora
-from equigrad.config.model import Experts, Model
+from equigrad.config.model import Experts, LinearAttention, Model
 from equigrad.errors import UserError
 
 Role = Literal["matrix", "experts", "embedding", "head", "vector", "state"]
 """``experts``: matrices of which a token uses some; ``state``: learned by a rule of its own and not by gradients."""
+
+
+BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+"""How the names of a block's parameters begin."""
 
 
 class Cut(NamedTuple):
@@ -89,7 +94,19 @@ def _model_specs(config: Model) -> dict[str, Spec]:
             specs[f"{name}.bias"] = Spec((rows,), "vector", tensor=cut if cut.dim == 0 else None)
 
     def norm(name: str, width: int) -> None:
-        specs[f"{name}.weight"] = Spec((width,), "vector", fill=1.0)
+        specs[f"{name}.weight"] = Spec((width,), "vector", fill=0.0 if config.zero_centred_norm else 1.0)
+
+    def attention(at: str) -> None:
+        queries = config.num_attention_heads * head
+        rows = {"q": queries * (1 + config.attn_output_gate), "k": groups * head, "v": groups * head}
+        for which, number in rows.items():
+            linear(f"{at}.{which}_proj", number, hidden, std, config.attention_bias, Cut(0, groups))
+        if config.qk_norm:
+            norm(f"{at}.q_norm", head)
+            norm(f"{at}.k_norm", head)
+        linear(f"{at}.o_proj", hidden, queries, out_std, config.output_bias, Cut(1, groups))
+        if config.attention_sinks:
+            specs[f"{at}.sinks"] = Spec((config.num_attention_heads,), "vector", std, tensor=Cut(0, groups))
 
     for layer in range(config.all_layers):
         at = f"model.layers.{layer}"
@@ -99,16 +116,11 @@ def _model_specs(config: Model) -> dict[str, Spec]:
             for which in "enorm", "hnorm", "shared_head.norm":
                 norm(f"{at}.{which}", hidden)
         norm(f"{at}.input_layernorm", hidden)
-        for which, heads in ("q", config.num_attention_heads), ("k", config.kv_heads), ("v", config.kv_heads):
-            linear(f"{at}.self_attn.{which}_proj", heads * head, hidden, std, config.attention_bias, Cut(0, groups))
-        if config.qk_norm:
-            norm(f"{at}.self_attn.q_norm", head)
-            norm(f"{at}.self_attn.k_norm", head)
-        inputs = config.num_attention_heads * head
-        linear(f"{at}.self_attn.o_proj", hidden, inputs, out_std, config.output_bias, Cut(1, groups))
-        if config.attention_sinks:
-            heads = config.num_attention_heads
-            specs[f"{at}.self_attn.sinks"] = Spec((heads,), "vector", std, tensor=Cut(0, groups))
+        if config.is_linear(layer):
+            assert config.linear_attention is not None
+            specs |= _linear_attention_specs(f"{at}.linear_attn", config.linear_attention, hidden, std, out_std)
+        else:
+            attention(f"{at}.self_attn")
         norm(f"{at}.post_attention_layernorm", hidden)
         if config.is_sparse(layer):
             assert config.experts is not None
@@ -123,6 +135,29 @@ def _model_specs(config: Model) -> dict[str, Spec]:
     norm("model.norm", hidden)
     if not config.tie_word_embeddings:
         specs["lm_head.weight"] = Spec((config.vocabulary, hidden), "head", std, tensor=by_token)
+    return specs
+
+
+def _linear_attention_specs(
+    at: str, linear: LinearAttention, hidden: int, std: float, out_std: float
+) -> dict[str, Spec]:
+    """All of it lies key head after key head, and is cut between them: of a key head, its rows in the projections are
+    query, key, values and gates of the values, and for the rates those of beta and of the decay."""
+    groups, values, taps = linear.linear_num_key_heads, linear.values_per_key, linear.linear_conv_kernel_dim
+    (_, key, value), cut = linear.mixed, Cut(0, groups)
+    specs = {
+        f"{at}.in_proj_qkvz.weight": Spec((groups * (2 * key + 2 * value), hidden), "matrix", std, tensor=cut),
+        f"{at}.in_proj_ba.weight": Spec((groups * 2 * values, hidden), "matrix", std, tensor=cut),
+    }
+    for which, width in zip("qkv", linear.mixed, strict=True):
+        # The spread that PyTorch gives a convolution.
+        kernel = Spec((groups * width, 1, taps), "matrix", 1 / math.sqrt(3 * taps), tensor=cut)
+        specs[f"{at}.{which}_conv1d.weight"] = kernel
+    # States fade by exp(-exp(A_log) softplus(.. + 1)) a token: at rates about 1, some ten times slower or faster.
+    specs[f"{at}.A_log"] = Spec((groups * values,), "vector", 1.0, tensor=cut)
+    specs[f"{at}.dt_bias"] = Spec((groups * values,), "vector", fill=1.0, tensor=cut)
+    specs[f"{at}.norm.weight"] = Spec((linear.linear_value_head_dim,), "vector", fill=1.0)
+    specs[f"{at}.out_proj.weight"] = Spec((hidden, groups * value), "matrix", out_std, tensor=Cut(1, groups))
     return specs
 
 
@@ -184,8 +219,9 @@ def adapted_weights(specs: Mapping[str, Spec], lora: Lora) -> list[str]:
 
 
 def _takes_adapter(spec: Spec) -> bool:
-    """Whether it is the weight of a column or row linear or of the head; a router's is not divided."""
-    return spec.role in ("matrix", "head") and spec.tensor is not None
+    """Whether it is the weight of a column or row linear or of the head; a router's is not divided, and a kernel has
+    three dimensions."""
+    return spec.role in ("matrix", "head") and spec.tensor is not None and len(spec.shape) == 2
 
 
 def _known(linears: Collection[str]) -> str:
@@ -216,7 +252,7 @@ def parameter_count(config: Model, lora: Lora | None = None, trained: bool = Fal
 
 def flops_per_token(config: Model, context: float, lora: Lora | None = None) -> float:
     """Floating-point operations of forward and backward per token: 6 per weight that multiplies it (4 where it is
-    frozen), plus attention.
+    frozen), plus attention and recurrent states.
 
     ``context`` is the mean number of keys that a query sees. The count that MFU conventionally uses (PaLM, appendix B):
     products only, recomputation not counted, an embedding look-up free.
@@ -226,19 +262,33 @@ def flops_per_token(config: Model, context: float, lora: Lora | None = None) -> 
 
 def token_flops(config: Model, lora: Lora | None = None) -> Callable[[float], float]:
     """``flops_per_token`` of one model, to be asked for many contexts."""
+    layers, rest = layer_flops(config, lora)
+    return lambda context: rest + sum(layer(context) for layer in layers)
+
+
+def layer_flops(config: Model, lora: Lora | None = None) -> tuple[list[Callable[[float], float]], float]:
+    """The same apart: of each layer, those of multi-token prediction included, and of the head at each of its uses."""
     specs = parameter_specs(config, lora)
+    share = 0.0 if config.experts is None else config.experts.num_experts_per_tok / config.experts.num_experts
+    shares = {"matrix": 1.0, "experts": share}
+    weights, rest = [0.0] * config.all_layers, 0.0
+    for name, spec in specs.items():
+        operations = spec.numel * (4 if spec.frozen else 6)
+        if found := BLOCK.match(name):
+            weights[int(found[1])] += shares.get(spec.role, 0.0) * operations
+        elif spec.role == "head" or (spec.role == "embedding" and config.tie_word_embeddings):
+            rest += operations * (1 + config.mtp_layers)
+        else:
+            rest += shares.get(spec.role, 0.0) * operations
+    return [partial(_layer_flops, config, layer, products) for layer, products in enumerate(weights)], rest
 
-    def operations(spec: Spec) -> int:
-        return spec.numel * (4 if spec.frozen else 6)
 
-    heads = 1 + config.mtp_layers  # times that the head is used
-    weights: float = sum(operations(s) * (heads if s.role == "head" else 1) for s in specs.values()
-                         if s.role in ("matrix", "head"))  # fmt: skip
-    if config.experts is not None:
-        share = config.experts.num_experts_per_tok / config.experts.num_experts
-        weights += share * sum(operations(s) for s in specs.values() if s.role == "experts")
-    if config.tie_word_embeddings:
-        weights += operations(specs["model.embed_tokens.weight"]) * heads
-    width = 12 * config.num_attention_heads * config.head_size
-    windows = Counter(config.window(layer) or math.inf for layer in range(config.all_layers))
-    return lambda context: weights + sum(width * n * min(context, window) for window, n in windows.items())
+def _layer_flops(config: Model, layer: int, products: float, context: float) -> float:
+    if config.is_linear(layer):
+        linear = config.linear_attention
+        assert linear is not None
+        # A token reads its key's value, writes, and reads its query's value, in each of the states.
+        state = linear.linear_key_head_dim * linear.linear_value_head_dim
+        return products + 18 * linear.linear_num_value_heads * state
+    seen = min(context, config.window(layer) or math.inf)
+    return products + 12 * config.num_attention_heads * config.head_size * seen

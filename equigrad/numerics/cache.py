@@ -1,22 +1,25 @@
-"""Keys and values of earlier tokens, for decoding. One slot of the cache is one sequence of the row.
+"""What decoding keeps of earlier tokens: keys and values, or the states of the gated delta rule. One slot of the cache
+is one sequence of the row.
 
-Knows nothing of sampling or of models beyond their number of layers.
+Knows nothing of sampling or of models; a layer has its room when it first asks for it.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from equigrad.numerics import delta
 from equigrad.numerics.attention import packed_attention
-from equigrad.numerics.ops import AttentionLayer
+from equigrad.numerics.ops import AttentionLayer, DeltaLayer
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 
 
 class KeyValueCache:
-    """Room for ``sequences`` x ``capacity`` tokens in each layer.
+    """Room for ``sequences`` x ``capacity`` tokens in each layer with attention.
 
     A first row (``prefill``) carries whole prompts as segments; each later row (``step``) one token per sequence.
     ``row.positions`` counts on from what the cache holds.
@@ -24,7 +27,6 @@ class KeyValueCache:
 
     def __init__(
         self,
-        layers: int,
         sequences: int,
         capacity: int,
         kv_heads: int,
@@ -37,8 +39,10 @@ class KeyValueCache:
         """``kv_heads``: those on this rank of the axis ``tensor``. ``experts``: the axis that shares the experts."""
         self._tensor, self._experts = tensor, experts
         # One place more than there are tokens: it stays zero, as what a sink's logit belongs to.
-        shape = (layers, 2, sequences, capacity + 1, kv_heads, head_dim)
-        self._store = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (2, sequences, capacity + 1, kv_heads, head_dim)
+        self._room = partial(torch.zeros, shape, dtype=dtype, device=device)
+        self._stores: dict[int, Tensor] = {}
+        self._recurrent: dict[int, tuple[Tensor, Tensor]] = {}
         self.lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
         self._longest = 0
         self._prefilling = True
@@ -61,7 +65,8 @@ class KeyValueCache:
 
     def keep(self, sequences: Tensor) -> None:
         """Drop all but these sequences (indices, in their new order)."""
-        self._store = self._store[:, :, sequences]
+        self._stores = {layer: store[:, sequences] for layer, store in self._stores.items()}
+        self._recurrent = {layer: (a[sequences], b[sequences]) for layer, (a, b) in self._recurrent.items()}
         self.lengths = self.lengths[sequences]
         self._longest = int(self.lengths.max()) if len(self.lengths) else 0
 
@@ -71,12 +76,15 @@ class KeyValueCache:
         """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
         lengths = torch.tensor(row.lengths, device=q.device)
         slot = torch.arange(len(row.lengths), device=q.device).repeat_interleave(lengths)
-        self._store[layer.index, 0, slot, row.positions] = k
-        self._store[layer.index, 1, slot, row.positions] = v
+        if layer.index not in self._stores:
+            self._stores[layer.index] = self._room()
+        store = self._stores[layer.index]
+        store[0, slot, row.positions] = k
+        store[1, slot, row.positions] = v
         if self._prefilling:
             return packed_attention(q, k, v, row.lengths, layer.window, sinks)
         places = self._longest + (sinks is not None)
-        keys, values = self._store[layer.index, :, :, :places].transpose(2, 3)
+        keys, values = store[:, :, :places].transpose(2, 3)
         at = torch.arange(places, device=q.device)
         seen = at < self.lengths[:, None]
         if layer.window is not None:
@@ -89,3 +97,12 @@ class KeyValueCache:
             mask = logits.masked_fill_(~mask, -torch.inf)
             mask[..., -1] = sinks.view(1, *grouped.shape[1:3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)
+
+    def gated_delta_rule(self, x: Tensor, rates: Tensor, weights: delta.Weights, layer: DeltaLayer, row: Row) -> Tensor:
+        """Go on from the states of the sequences. Shapes as in ``Ops.gated_delta_rule``."""
+        if self._prefilling:
+            out, *kept = delta.prefill(x, rates, weights, layer, row.lengths)
+        else:
+            out, *kept = delta.step(x, rates, weights, layer, *self._recurrent[layer.index])
+        self._recurrent[layer.index] = (kept[0], kept[1])
+        return out

@@ -1,4 +1,5 @@
-"""Attention over a row whose tokens are divided over context ranks. Only real tokens are sent, however uneven.
+"""Attention and the gated delta rule over a row whose tokens are divided over context ranks. Only real tokens are sent,
+however uneven.
 
 ``ulysses``: ranks exchange tokens for heads, attend to whole segments with the heads they have, and exchange back
 (Jacobs et al., arXiv 2309.14509); any number of heads will do, and a rank may have none.
@@ -10,6 +11,9 @@ it, and on round the ring. The gradient of a key is added up in float32 likewise
 rank behind it, and on round the ring; that of a query in the order of its output. None depends on when a message
 arrives. With ``ulysses`` each head is computed on one rank as if there were no other, and the gradients of a key head
 that several ranks hold are added in the order of the ranks.
+
+The gated delta rule goes through all tokens of a segment one after another, so whatever the strategy ranks exchange
+tokens for heads as in ``ulysses``: a key head with its value heads is computed on one rank as if there were no other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +33,8 @@ from equigrad.numerics.attention import (
     packed_attention,
     sink_gradient,
 )
+from equigrad.numerics.delta import Weights, gated_delta_rule
+from equigrad.numerics.ops import DeltaLayer
 from equigrad.numerics.row import Row
 from equigrad.numerics.tiles import RingTiles, ring_tiles
 from equigrad.parallel.collectives import Split, heads_to_tokens, tokens_to_heads
@@ -69,6 +75,22 @@ def _ulysses(
         k, v = _Repeat.apply(k, sizes), _Repeat.apply(v, sizes)
     out = packed_attention(q, k, v, lengths, window, sinks, queries[0] if queries else 0)
     return heads_to_tokens(out, split, tuple(own_queries))
+
+
+def context_delta_rule(x: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, row: Row) -> Tensor:
+    """As ``gated_delta_rule`` of the whole row: own tokens of ``x`` and ``rates`` -> own tokens of the output."""
+    split, heads = row.context, x.shape[1]
+    assert split is not None
+    if not row.tokens or not heads:  # which all context ranks know
+        return gated_delta_rule(x, rates, weights, layer, (len(x),) * bool(len(x)))
+    ranks = len(split.partition.ranges)
+    own = tuple(tuple(range(*part_of(heads, ranks, rank))) for rank in range(ranks))
+    # One message, so that there is but one backward exchange to order among the ranks.
+    whole = tokens_to_heads(torch.cat([x, rates], -1), split, own)
+    x, rates = whole.split([x.shape[-1], rates.shape[-1]], -1)
+    out = gated_delta_rule(x, rates, weights, layer, row.lengths, part_of(heads, ranks, split.rank))
+    grouped = out.view(len(out), x.shape[1], layer.values * layer.value_dim)
+    return heads_to_tokens(grouped, split, own).view(-1, heads * layer.values, layer.value_dim)
 
 
 class _Repeat(torch.autograd.Function):

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from equigrad.config.model import Experts
 from equigrad.numerics.attention import packed_attention
-from equigrad.numerics.context import context_attention
+from equigrad.numerics.context import context_attention, context_delta_rule
 from equigrad.numerics.cross_entropy import CrossEntropy, Head
 from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.delta import Weights, gated_delta_rule
 from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, pairs, route
-from equigrad.numerics.ops import Adapter, AttentionLayer, RotaryTable
+from equigrad.numerics.ops import Adapter, AttentionLayer, DeltaLayer, RotaryTable
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import gather, reduce_scatter
@@ -65,8 +66,14 @@ class NativeOps:
     def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
         return _linears(torch.cat([a, b], 1), self.dtype, [weight], [None], ())[0].to(a.dtype)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
-        return _Norm.apply(x, weight, eps)
+    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
+        return _Norm.apply(x, weight, eps, zero_centred)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
+        return _GatedNorm.apply(x, gate, weight, eps)
+
+    def split(self, x: Tensor, sizes: Sequence[int], row: Row) -> tuple[Tensor, ...]:
+        return x.split(list(sizes), -1)
 
     def rotary_table(self, frequencies: Tensor, scale: float, row: Row) -> RotaryTable:
         if frequencies.ndim == 2:
@@ -87,6 +94,27 @@ class NativeOps:
         if row.context is not None:
             return context_attention(q, k, v, row, layer.window, sinks)
         return packed_attention(q, k, v, row.lengths, layer.window, sinks)
+
+    def output_gate(self, x: Tensor, gate: Tensor, row: Row) -> Tensor:
+        return _OutputGate.apply(x, gate)
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        rates: Tensor,
+        kernels: Sequence[Tensor],
+        a_log: Tensor,
+        dt_bias: Tensor,
+        layer: DeltaLayer,
+        row: Row,
+    ) -> Tensor:
+        query, key, value = kernels
+        weights = Weights(query, key, value, a_log, dt_bias)
+        if row.cache is not None:
+            return row.cache.gated_delta_rule(x, rates, weights, layer, row)
+        if row.context is not None:
+            return context_delta_rule(x, rates, weights, layer, row)
+        return gated_delta_rule(x, rates, weights, layer, row.lengths)
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return _Gated.apply(gate, up)
@@ -281,37 +309,72 @@ class _Norm(torch.autograd.Function):
     """Computes in float32 and saves the input and one scalar a row; Zhang and Sennrich, arXiv 1910.07467."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
         xf = x.float()
-        rms = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-        inverse = rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = _inverse_rms(xf, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (xf * inverse).mul_(weight).to(x.dtype)
+        ctx.zero_centred = zero_centred
+        return (xf * inverse).mul_(weight + 1 if zero_centred else weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        dy, unit = dy.float(), x.float() * inverse
-        product = dy * unit
-        dw = None
-        if ctx.needs_input_grad[1]:
-            channels = product.flatten(0, -2).sum(0)
-            dw = weight_gradient(weight, lambda: channels.to(weight.dtype))
-        # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a product of the matrix dy*unit with w
-        mean = (product @ weight.float()).div_(-x.shape[-1]).unsqueeze_(-1)
-        dx = torch.mul(dy, weight, out=product).addcmul_(unit, mean).mul_(inverse)
-        return dx.to(x.dtype), dw, None
+        factor = weight + 1 if ctx.zero_centred else weight
+        dx, channels = _norm_backward(dy.float(), x.float() * inverse, inverse, factor, ctx.needs_input_grad[1])
+        dw = None if channels is None else weight_gradient(weight, lambda: channels.to(weight.dtype))
+        return dx.to(x.dtype), dw, None, None
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last dimension, which is kept."""
+    rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm_backward(
+    dy: Tensor, unit: Tensor, inverse: Tensor, weight: Tensor, needed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Of ``x`` and, if ``needed``, of the weight, in float32; ``unit``: ``x`` times ``inverse``."""
+    product = dy * unit
+    channels = product.flatten(0, -2).sum(0) if needed else None
+    # dx = inverse * (dy w - unit * mean(dy w unit)); the mean is a product of the matrix dy*unit with w
+    mean = (product @ weight.float()).div_(-unit.shape[-1]).unsqueeze_(-1)
+    return torch.mul(dy, weight, out=product).addcmul_(unit, mean).mul_(inverse), channels
+
+
+class _GatedNorm(torch.autograd.Function):
+    """As ``_Norm``; saves the input, the gate and one scalar a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        xf = x.float()
+        inverse = _inverse_rms(xf, eps)
+        ctx.save_for_backward(x, gate, weight, inverse)
+        return (xf * inverse).mul_(weight).mul_(F.silu(gate.reshape(x.shape).float())).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, gate, weight, inverse = ctx.saved_tensors
+        dy, unit, opened = dy.float(), x.float() * inverse, gate.reshape(x.shape).float()
+        dgate = torch.ops.aten.silu_backward(dy * unit * weight, opened).view(gate.shape)
+        dx, channels = _norm_backward(dy * F.silu(opened), unit, inverse, weight, ctx.needs_input_grad[2])
+        dw = None if channels is None else weight_gradient(weight, lambda: channels.to(weight.dtype))
+        return dx.to(x.dtype), dgate.to(gate.dtype), dw, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotate the halves (a, b) of the last dimension to (a cos - sign b sin, b cos + sign a sin)."""
-    a, b = x.chunk(2, -1)
+    """Rotate the halves (a, b) of the last dimension to (a cos - sign b sin, b cos + sign a sin); what is beyond the
+    table stays."""
+    half = cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     if torch.compiler.is_compiling():  # the compiler fuses this, and mishandles writes into halves
-        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin], -1)
+        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, rest], -1)
     y = torch.empty_like(x)
-    ya, yb = y.chunk(2, -1)
+    ya, yb, same = y.split([half, half, rest.shape[-1]], -1)
+    same.copy_(rest)
     torch.mul(a, cos, out=ya).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=yb).addcmul_(a, sin, value=sign)
     return y
@@ -343,6 +406,23 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
+
+
+class _OutputGate(torch.autograd.Function):
+    """Saves both inputs only; computes in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return gate.float().sigmoid().mul_(x).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        open_ = gate.float().sigmoid()
+        dx = dy * open_
+        return dx.to(x.dtype), (dx * x * (1 - open_)).to(gate.dtype)
 
 
 class _ClampedGated(torch.autograd.Function):

@@ -49,6 +49,24 @@ class AttentionLayer:
         self.index, self.window = index, window
 
 
+class DeltaLayer:
+    """What the gated delta rule knows of its layer.
+
+    index:     its place in ``row.cache``, if there is one
+    key_dim:   width of a query or key head
+    value_dim: width of a value head
+    values:    value heads that share a key head
+    """
+
+    def __init__(self, index: int, key_dim: int, value_dim: int, values: int) -> None:
+        self.index, self.key_dim, self.value_dim, self.values = index, key_dim, value_dim, values
+
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Features of a key head that are convolved: of its query, its key and its values."""
+        return self.key_dim, self.key_dim, self.values * self.value_dim
+
+
 class Ops(Protocol):
     """What ``native`` implements now and ``exact`` will.
 
@@ -86,8 +104,17 @@ class Ops(Protocol):
         Tensor ranks all have the weight whole, and each has a part of its gradient."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
-        """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``; ``x`` [..., D], ``weight`` [D]."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
+        """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``; ``x`` [..., D], ``weight`` [D].
+        ``zero_centred``: times ``1 + weight``."""
+        ...
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
+        """``norm`` of ``x`` [T, heads, D] times ``silu(gate)``; ``gate`` has as many features in any shape [T, ...]."""
+        ...
+
+    def split(self, x: Tensor, sizes: Sequence[int], row: Row) -> tuple[Tensor, ...]:
+        """The last dimension of ``x`` [..., sum(sizes)] in parts."""
         ...
 
     def rotary_table(self, frequencies: Tensor, scale: float, row: Row) -> RotaryTable:
@@ -98,7 +125,8 @@ class Ops(Protocol):
         ...
 
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
-        """Rotate the two halves of each head of ``x`` [T, heads, D] by the table (Llama convention)."""
+        """Rotate the two halves of each head of ``x`` [T, heads, D] by the table (Llama convention). Where the table is
+        for fewer than D, what is beyond stays."""
         ...
 
     def attention(
@@ -108,6 +136,34 @@ class Ops(Protocol):
 
         Query heads share key heads in consecutive groups. ``sinks`` [heads]: one more logit in every softmax of a head,
         with no value behind it.
+        """
+        ...
+
+    def output_gate(self, x: Tensor, gate: Tensor, row: Row) -> Tensor:
+        """``x * sigmoid(gate)``, both [T, heads, D]."""
+        ...
+
+    def gated_delta_rule(
+        self,
+        x: Tensor,
+        rates: Tensor,
+        kernels: Sequence[Tensor],
+        a_log: Tensor,
+        dt_bias: Tensor,
+        layer: DeltaLayer,
+        row: Row,
+    ) -> Tensor:
+        """A short causal convolution with silu, and behind it a recurrent state for each value head (Yang et al., arXiv
+        2412.06464, equation 10): ``S <- exp(g) S``, then ``S <- S + beta k (v - S^T k)^T``, and out comes ``S^T q``.
+        Both begin anew in every segment.
+
+        x:       [T, key heads, 2 Dk + values Dv], of each key head its query, its key and its values
+        rates:   [T, key heads, 2 values]: of each value head what becomes ``beta = sigmoid(b)``, then of each what
+                 becomes ``g = -exp(a_log) softplus(a + dt_bias)``
+        kernels: of queries, keys and values, [features, 1, kernel], the last for the token itself
+        a_log:   [value heads], as is ``dt_bias``
+
+        Queries and keys are divided by their Euclidean norm, queries by sqrt(Dk) too. Returns [T, value heads, Dv].
         """
         ...
 

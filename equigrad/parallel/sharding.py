@@ -31,9 +31,13 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, experts: 
     from torch.distributed.fsdp import fully_shard
 
     where = _expert_placement(world, set(experts)) if experts else None
+    # FSDP2 cannot reduce what has no elements, as where a tensor rank has no head.
+    empty = {parameter for parameter in model.parameters() if not parameter.numel()}
     for module in (*blocks, model):
         reshard = world.layout.reshard_after_forward and module is not model
-        sharded: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=where)
+        sharded: FSDPModule = fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=where, ignored_params=empty
+        )
         sharded.set_gradient_divide_factor(1.0)
         # gloo knows no pre-multiplied sum; NCCL sums too, so that both add the same numbers
         sharded.set_force_sum_reduction_for_comms(True)

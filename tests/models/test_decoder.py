@@ -76,7 +76,41 @@ MODELS = {
     ),
 }
 
+QWEN3_NEXT: dict[str, Any] = dict(
+    family="qwen3_next", qk_norm=True, attn_output_gate=True, zero_centred_norm=True, head_dim=16,
+    partial_rotary_factor=0.25, rope_theta=1e6, initializer_range=0.05,
+    linear_attention=dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+        full_attention_interval=2,
+    ),
+    experts=dict(
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, mlp_only_layers=[1],
+        shared_expert_intermediate_size=20, shared_expert_gate=True,
+    ),
+)  # fmt: skip
+MODELS |= {
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3-next-dense": dict(
+        QWEN3_NEXT,
+        experts=None,
+        attention_bias=True,
+        output_bias=True,
+        tie_word_embeddings=True,
+        partial_rotary_factor=0.5,
+        full_attention_layers=[0],
+        linear_attention=dict(
+            linear_num_key_heads=3,
+            linear_num_value_heads=3,
+            linear_key_head_dim=6,
+            linear_value_head_dim=4,
+            linear_conv_kernel_dim=2,
+            full_attention_interval=0,
+        ),
+    ),
+}
+
 TRAINED = ["llama-tied-biased", "qwen2-window", "qwen3", "qwen3-moe", "qwen3-moe-window", "gpt-oss", "gpt-oss-other"]
+TRAINED += ["qwen3-next", "qwen3-next-dense"]
 
 
 def make(name: str) -> Model:
@@ -114,6 +148,9 @@ def in_their_names(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tens
     if family == "gpt_oss":
         return in_gpt_oss_names(tensors)
     named = dict(tensors)
+    for name in [n for n in named if n.endswith(".q_conv1d.weight")]:
+        kernels = [named.pop(name.replace("q_conv1d", f"{which}_conv1d")) for which in "qkv"]
+        named[name.replace("q_conv1d", "conv1d")] = torch.cat(kernels)
     for name in [n for n in named if ".experts." in n]:
         value, at = named.pop(name), name.removesuffix(".weight")
         if "gate_proj" in name:
@@ -231,6 +268,13 @@ def test_a_token_costs_the_experts_it_chooses() -> None:
     assert flops_per_token(config.model_copy(update={"experts": more}), 0) == other + 6 * (2 * 72 * 48 + 2 * 3 * expert)
 
 
+def test_states_cost_the_same_at_any_context() -> None:
+    config = make("qwen3-next-dense")  # one layer with attention, two without
+    products = sum(s.numel for s in parameter_specs(config).values() if s.role == "matrix") + 97 * 48
+    assert flops_per_token(config, 0) == 6 * products + 2 * 18 * 3 * 6 * 4
+    assert flops_per_token(config, 10) - flops_per_token(config, 0) == 12 * 4 * 16 * 10
+
+
 SHAPE_ONLY = {"unflatten", "flatten", "view", "reshape", "__get__"}
 
 
@@ -249,7 +293,8 @@ SHARED = {"shared_expert_intermediate_size": 20, "shared_expert_gate": True, "ro
 
 
 @pytest.mark.parametrize(
-    ("name", "experts"), [("qwen3", None), ("qwen3-moe", {}), ("qwen3-moe", SHARED), ("gpt-oss", None)]
+    ("name", "experts"),
+    [("qwen3", None), ("qwen3-moe", {}), ("qwen3-moe", SHARED), ("gpt-oss", None), ("qwen3-next", None)],
 )
 def test_the_model_calls_nothing_but_ops(name: str, experts: dict[str, Any] | None) -> None:
     config = make(name)

@@ -7,10 +7,11 @@ from equigrad.errors import UserError
 from equigrad.models.generate import generate
 from tests.models.test_decoder import build, greedy_without_cache, make, reference
 
+NEXT = ["qwen3-next", "qwen3-next-dense"]
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2", "qwen3", "gpt-oss", "gpt-oss-other"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "qwen2", "qwen3", "gpt-oss", "gpt-oss-other", *NEXT])
 def test_greedy_equals_transformers(name: str) -> None:
     model = build(make(name))
     hf = reference(model.config, model)
@@ -27,7 +28,7 @@ def test_greedy_equals_transformers(name: str) -> None:
         assert output == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", ["qwen2-window", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen2-window", "qwen3", "gpt-oss", *NEXT])
 def test_greedy_equals_decoding_without_a_cache(name: str) -> None:
     model = build(make(name))
     with torch.no_grad():

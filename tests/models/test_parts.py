@@ -4,9 +4,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from equigrad.config.model import Model
+from equigrad.config.model import LinearAttention, Model
 from equigrad.models.parts import Part, cut_into_parts
-from equigrad.models.specs import parameter_specs, token_flops
+from equigrad.models.specs import layer_flops, parameter_specs, token_flops
 
 
 def model(layers: int, vocabulary: int, tied: bool = True) -> Model:
@@ -33,6 +33,23 @@ def test_no_other_cut_is_better(layers: int, vocabulary: int) -> None:
         assert all(part.stop > part.start for part in parts)
         others = ([0, *middle, layers] for middle in combinations(range(1, layers), count - 1))
         assert most(config, bounds) == pytest.approx(min(most(config, other) for other in others))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_blocks_are_cut_by_what_each_computes(count: int) -> None:
+    """Two blocks with attention are much dearer than the other six."""
+    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 4}
+    config = model(8, 100).model_copy(update={"linear_attention": LinearAttention(**linear), "intermediate_size": 8})
+    work, head = layer_flops(config)
+    costs = [block(64) for block in work]
+    assert sum(costs) + head == pytest.approx(token_flops(config)(64))
+    assert costs[3] > 3 * costs[2]
+
+    def dearest(bounds: list[int]) -> float:
+        return max(sum(costs[a:b]) + (head if b == 8 else 0) for a, b in pairwise(bounds))
+
+    found = dearest([0, *(part.stop for part in cut_into_parts(config, count, 128))])
+    assert found == pytest.approx(min(dearest([0, *middle, 8]) for middle in combinations(range(1, 8), count - 1)))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,6 +1,7 @@
-"""Attention over context ranks against attention on one, on real processes: values and all gradients."""
+"""Attention and recurrent states over context ranks against those on one, on real processes: values, all gradients."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from equigrad.numerics.ops import AttentionLayer
 from equigrad.numerics.row import Row
 from equigrad.parallel import ring
 from equigrad.parallel.collectives import Axis
+from tests.numerics.test_delta import inputs, rule
 from tests.workers import Workers
 
 LENGTHS = [(9,), (1,), (), (2, 1), (3, 10, 17), (1, 7, 7, 7, 2), (130, 1, 64)]
@@ -95,6 +97,38 @@ def test_context_ranks_attend_as_one(ranks: Workers, strategy: str, zigzag: bool
 def test_context_ranks_attend_as_one_in_bfloat16(ranks: Workers, strategy: str) -> None:
     cases: list[Case] = [((40, 3, 60), window, (4, 2)) for window in (None, 20)]
     assert ranks.run(_wrong, strategy, True, cases, torch.bfloat16) == [[]] * ranks.size
+
+
+STATES = [(2, 2, 4, 6, 4), (1, 3, 8, 4, 3), (5, 1, 4, 4, 1)]
+
+
+def _wrong_states(strategy: Any, zigzag: bool) -> list[Any]:
+    """What of the gated delta rule differs from that of one process, on this rank."""
+    wrong = []
+    for shape, lengths in product(STATES, [*LENGTHS, (1, 0, 200)]):
+        row, alone = _row(lengths, strategy, zigzag), Row.of(lengths)
+        assert row.context is not None
+        given = inputs(sum(lengths), shape)
+        expected = rule(shape, alone, *given)
+        dout = _draw(4, *expected.shape)
+        expected.backward(dout)
+        own = [t.detach().clone() if n > 1 else row.context.take(t.detach()).clone() for n, t in enumerate(given)]
+        found = rule(shape, row, *(t.requires_grad_() for t in own))
+        found.backward(row.context.take(dout))
+        pairs = [(found, row.context.take(expected))]
+        for number, (mine, whole) in enumerate(zip(own, given, strict=True)):
+            assert mine.grad is not None
+            if number > 1:
+                dist.all_reduce(mine.grad)
+            pairs.append((mine.grad, whole.grad if number > 1 else row.context.take(whole.grad)))
+        wrong += [(shape, lengths, number) for number, pair in enumerate(pairs) if not _close(*pair, 1e-6)]
+    return wrong
+
+
+@pytest.mark.parametrize(("strategy", "zigzag"), [("ring", True), ("ulysses", False)])
+def test_context_ranks_have_the_states_of_one(ranks: Workers, strategy: str, zigzag: bool) -> None:
+    """Heads that no number of ranks divides, or fewer than ranks; rows of one token, and of none."""
+    assert ranks.run(_wrong_states, strategy, zigzag) == [[]] * ranks.size
 
 
 def _bits(strategy: Any, zigzag: bool, delay: bool) -> list[Tensor]:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from equigrad.execution import WholeModel
+from equigrad.models.generate import generate
+from tests.jobs import make_trainer
 from tests.parallel.layouts import Layout, full_product, pairwise
-from tests.parallel.outcomes import EXPERTS, SPARSE, Outcome, Pools, Rows, check, same, three_steps
+from tests.parallel.outcomes import EXPERTS, SPARSE, Outcome, Pools, Rows, check, layout_job, same, three_steps
 
 # Of rows that no context or tensor degree divides, that are shorter than a degree, and empty; and lanes with nothing.
 ROWS: list[Rows] = [
@@ -67,6 +70,35 @@ FURTHER_LAYOUTS = [
     {"tp": 2, "cp": 2},
     {"pp": 2, "dp_shard": 2, "pp_schedule": "zero_bubble"},
 ]
+
+
+# Layers 0 and 2 with states, of two key heads: fewer than some degrees. What a state gives may be nearly nothing; then
+# the norm behind it, but for a larger eps, makes much of its rounding, and large steps of Adam more of that. Rows of
+# whole chunks and remainders, and empty.
+RECURRENT = {
+    "optim__lr": 1e-3, "model__num_hidden_layers": 3, "model__initializer_range": 0.05, "model__rms_norm_eps": 1e-3,
+    "model__qk_norm": True, "model__attn_output_gate": True, "model__zero_centred_norm": True,
+    "model__partial_rotary_factor": 0.5,
+    "model__linear_attention": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
+        "full_attention_interval": 2,
+    },
+}  # fmt: skip
+RECURRENT_ROWS: list[Rows] = [[(70, 9), (1,), (), (3, 2)], [(1, 5, 66), (130,)], [(), (17,), (90,)]]
+RECURRENT_LAYOUTS = [
+    {"dp_shard": 2},
+    {"cp": 2},
+    {"cp": 2, "cp_strategy": "ulysses"},
+    {"cp": 3},
+    {"cp": 4},
+    {"tp": 2},
+    {"tp": 4},
+    {"pp": 2},
+    {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
+    {"cp": 2, "tp": 2},
+]
+LINEAR: Any = RECURRENT["model__linear_attention"]
+ONE_HEAD = {"model__linear_attention": LINEAR | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}}
 
 
 # Three key heads for six query heads, windows that end on other ranks and one layer without.
@@ -188,6 +220,45 @@ def test_multi_token_prediction_with_experts_and_an_embedding_of_its_own(
     workers: Pools, alone: Any, tmp_path: Path, layout: Layout
 ) -> None:
     check(workers, alone, tmp_path, layout, SPARSE | FURTHER | {"model__tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize("layout", RECURRENT_LAYOUTS, ids=str)
+def test_a_layout_of_recurrent_states_is_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    check(workers, alone, tmp_path, layout, RECURRENT, RECURRENT_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ({"cp": 2, "ep": 2}, {"model__experts": EXPERTS}),
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, {"model__experts": EXPERTS}),
+        ({"pp": 2, "cp": 2, "pp_schedule": "zero_bubble"}, {"model__mtp_layers": 1}),
+        ({"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}, {"lora": {"rank": 3}}),
+        ({"cp": 2}, {"memory__recompute": "block"}),
+        ({"tp": 2, "dp_shard": 2}, ONE_HEAD),
+        ({"tp": 2, "cp": 2}, ONE_HEAD),
+        ({"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"}, ONE_HEAD),
+    ],
+    ids=lambda v: ", ".join(v),
+)
+def test_recurrent_states_keep_other_promises(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout, more: dict[str, Any]
+) -> None:
+    """Beside experts, modules for multi-token prediction and adapters, computed again, and where ranks have no head."""
+    check(workers, alone, tmp_path, layout, RECURRENT | {"data__context": 80} | more)
+
+
+def _decoded(layout: Layout, folder: Path) -> list[list[int]]:
+    trainer = make_trainer(layout_job(layout, **RECURRENT), folder)
+    model = WholeModel(trainer.world, trainer.parts)
+    return generate(model, [[5, 6, 7], [1], list(range(70))], 12, temperature=0, tensor=trainer.world.axis("tp"))
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 2, "tp": 2}], ids=str)
+def test_divided_states_go_on_as_those_of_one_process(workers: Pools, tmp_path: Path, layout: Layout) -> None:
+    assert workers(4).run(_decoded, layout, tmp_path) == [_decoded({}, tmp_path)] * 4
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}, {"scoring_func": "sigmoid"}], ids=str)
