@@ -82,7 +82,7 @@ def context_delta_rule(x: Tensor, rates: Tensor, weights: Weights, layer: DeltaL
     split, heads = row.context, x.shape[1]
     assert split is not None
     if not row.tokens or not heads:  # which all context ranks know
-        return gated_delta_rule(x, rates, weights, layer, (len(x),) * bool(len(x)))
+        return gated_delta_rule(x, rates, weights, layer, (len(x),) if len(x) else ())
     ranks = len(split.partition.ranges)
     own = tuple(tuple(range(*part_of(heads, ranks, rank))) for rank in range(ranks))
     # One message, so that there is but one backward exchange to order among the ranks.

@@ -48,7 +48,7 @@ class Weights(NamedTuple):
         """The kernels of a range of key heads, [kernel, h, 2 K + r V] float32, the last for the token itself."""
         each = zip(self, layer.mixed, strict=False)
         kernels = [w.float().view(-1, features, self.kernel)[slice(*heads)] for w, features in each]
-        return torch.cat(kernels, 1).permute(2, 0, 1)
+        return torch.cat(kernels, 1).permute(2, 0, 1).contiguous()
 
     def rates(self, layer: DeltaLayer, heads: Range) -> tuple[Tensor, Tensor]:
         """``a_log`` and ``dt_bias`` of a range of key heads, [h, r] float32."""
@@ -167,13 +167,13 @@ def _rate_gradient(of_token: Tensor, like: Tensor, heads: Range) -> Tensor:
 class _Tokens(NamedTuple):
     """
     mixed:    [T, h, 2 K + r V], out of the convolution, before its silu
-    lengths:  [T, h, 1] one over the norm of the query, divided by sqrt(K), and of the key
-    step:     [T, h, r] what softplus is taken of
+    scales:   [T, h, 1] what makes the query a unit over sqrt(K), and the key a unit
+    step:     [T, h, r], what softplus is taken of
     features: as above
     """
 
     mixed: Tensor
-    lengths: tuple[Tensor, Tensor]
+    scales: tuple[Tensor, Tensor]
     step: Tensor
     features: Tensor
 
@@ -182,12 +182,11 @@ def _tokens(mixed: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, h
     a_log, dt_bias = weights.rates(layer, heads)
     b, a = rates.float().chunk(2, -1)
     q, k, v = _apart(F.silu(mixed), layer)
-    lengths = [(x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k)]
-    lengths[0] *= layer.key_dim**-0.5
+    of_q, of_k = ((x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    of_q *= layer.key_dim**-0.5
     step = a + dt_bias
     g = -a_log.exp() * F.softplus(step)
-    features = torch.cat([q * lengths[0], k * lengths[1], v, g, b.sigmoid()], -1)
-    return _Tokens(mixed, (lengths[0], lengths[1]), step, features)
+    return _Tokens(mixed, (of_q, of_k), step, torch.cat([q * of_q, k * of_k, v, g, b.sigmoid()], -1))
 
 
 def _tokens_backward(
@@ -199,9 +198,9 @@ def _tokens_backward(
     qkv, g, beta = _of_features(tokens.features, layer)
     d, dg, dbeta = _of_features(d, layer)
     unit, parts = _apart(qkv, layer), list(_apart(d, layer))
-    for at, scale in enumerate((layer.key_dim, 1)):
-        along = (parts[at] * unit[at]).sum(-1, keepdim=True) * scale
-        parts[at] = tokens.lengths[at] * (parts[at] - unit[at] * along)
+    for at, over in enumerate((layer.key_dim, 1)):
+        along = (parts[at] * unit[at]).sum(-1, keepdim=True) * over
+        parts[at] = tokens.scales[at] * (parts[at] - unit[at] * along)
     dmixed = torch.ops.aten.silu_backward(torch.cat(parts, -1), tokens.mixed)
     dstep = -a_log.exp() * torch.sigmoid(tokens.step) * dg
     return dmixed, torch.cat([dbeta * beta * (1 - beta), dstep], -1), dg * g, dstep
@@ -254,9 +253,9 @@ class _Chunks:
         self.u, self.w = solved.split([self.v.shape[-1], self.k.shape[-1]], -1)
         self.queries, self.keys = self.entering * self.q, self.leaving * self.k
 
-    def written(self, states: Tensor) -> Tensor:
-        """What each token writes, [n, h, r, C, V], given the first states [n, h, r, K, V]."""
-        return self.u - self.w @ states
+    def written(self, states: Tensor, chunks: slice = slice(None)) -> Tensor:
+        """What each token of some chunks writes, [n, h, r, C, V], given the first states [n, h, r, K, V]."""
+        return self.u[chunks] - self.w[chunks] @ states
 
     def output(self, states: Tensor) -> Tensor:
         """[n, h, r, C, V]."""
@@ -264,8 +263,7 @@ class _Chunks:
 
     def of_round(self, chunks: slice, states: Tensor) -> Tensor:
         """The last states of some of the chunks."""
-        written = self.u[chunks] - self.w[chunks] @ states
-        return self.through[chunks] * states + self.keys[chunks].mT @ written
+        return self.through[chunks] * states + self.keys[chunks].mT @ self.written(states, chunks)
 
     def state_gradient(self, dout: Tensor) -> Tensor:
         """Of the first states, as far as it comes from the output."""
