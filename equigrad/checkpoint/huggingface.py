@@ -19,8 +19,9 @@ from torch import Tensor
 from equigrad.checkpoint.state import load, read_tensors
 from equigrad.checkpoint.weights import Weights
 from equigrad.config.lora import Lora
+from equigrad.config.model import Model
 from equigrad.errors import UserError
-from equigrad.models.huggingface import Piece, Pieces, stored_pieces, turns
+from equigrad.models.huggingface import Piece, Pieces, stored_pieces
 from equigrad.models.specs import is_adapter, parameter_specs
 from equigrad.parallel.placement import Placed
 
@@ -40,14 +41,13 @@ def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
         load(weights.checkpoint, named, only="model.")
         return
     files, pieces = weight_files(weights.folder), stored_pieces(weights.model)
-    _check_names(weights.folder, set(files), set(pieces), weights.model.tie_word_embeddings)
+    _check_names(weights.folder, set(files), set(pieces), weights.model)
     for path in sorted({files[name] for name in pieces}):
         with _opened(path) as file:
             for name, parts in sorted(pieces.items()):
                 for turn, piece in enumerate(parts if files[name] == path else ()):
                     if piece.parameter in parameters:
-                        count, rows = turns(parts), parts[-1].rows
-                        stored = _Stored(file.get_slice(name), piece, turn % count, count, rows and rows[1])
+                        stored = _Stored(file.get_slice(name), piece, turn, parts)
                         _fill(parameters[piece.parameter], stored, f"{path}: {name}")
 
 
@@ -144,8 +144,7 @@ def model_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in huggingface_tensors(weights.folder, pieces):
         for turn, piece in enumerate(pieces[name]):
-            rows, count = slice(*piece.rows or (None,)), turns(pieces[name])
-            part = tensor[rows, ..., turn % count :: count] if count > 1 else tensor[rows]
+            part = tensor[slice(*piece.rows)] if piece.rows else tensor[..., turn :: len(pieces[name])]
             stacks.setdefault(piece.parameter, []).append(part.mT if piece.transposed else part)
             if last[piece.parameter] == name:
                 stack = stacks.pop(piece.parameter)
@@ -159,11 +158,12 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path}: damaged or not a safetensors file: {error}") from None
 
 
-def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> None:
+def _check_names(folder: Path, stored: set[str], ours: set[str], model: Model) -> None:
     # Old checkpoints carry rotary tables, and tied models sometimes a copy of the embedding: neither is a parameter.
-    # Modules for multi-token prediction of other makers are built otherwise than ours; `transformers` has none at all.
-    extra = {n for n in stored - ours if not n.endswith("rotary_emb.inv_freq") and not n.startswith("mtp.")}
-    extra -= {"lm_head.weight"} if tied else set()
+    extra = {n for n in stored - ours if not n.endswith("rotary_emb.inv_freq")}
+    extra -= {"lm_head.weight"} if model.tie_word_embeddings else set()
+    if model.family == "qwen3_next":  # its modules for multi-token prediction are not ours, and `transformers` has none
+        extra = {n for n in extra if not n.startswith("mtp.")}
     missing = ours - stored
     if missing or extra:
         some = {"missing": sorted(missing)[:5], "unexpected": sorted(extra)[:5]}
@@ -173,31 +173,31 @@ def _check_names(folder: Path, stored: set[str], ours: set[str], tied: bool) -> 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The elements of a tensor in a file that are one of its pieces: of some of its ``rows`` each last index that
-    is ``turn`` modulo ``turns``, read transposed if the piece says so."""
+    """The elements of a tensor in a file that are one of its ``pieces``, number ``turn`` of them: its rows, or each last
+    index that is ``turn`` modulo their number, read transposed if the piece says so."""
 
     slices: Any
     piece: Piece
     turn: int
-    turns: int
-    rows: int | None
+    pieces: Pieces
 
     def shape(self) -> tuple[int, ...]:
         """Of the piece, as the parameter has it."""
-        *rest, last = self.slices.get_shape()
-        if self.piece.rows:
+        shape, turns, end = tuple(self.slices.get_shape()), len(self.pieces), self.pieces[-1].rows
+        if self.piece.rows and end:
             start, stop = self.piece.rows
-            rest[0] = stop - start if rest[0] == self.rows else -1
-        return self._turned((*rest, last // self.turns if last % self.turns == 0 else -1))
+            return (stop - start if shape[0] == end[1] else -1, *shape[1:])
+        *rest, last = shape
+        return self._turned((*rest, last // turns if last % turns == 0 else -1))
 
     def read(self, box: tuple[slice, ...]) -> Tensor:
         """A box of the piece."""
-        *rest, last = self._turned(box)
         if self.piece.rows:
-            first = self.piece.rows[0]
-            rest[0] = slice(first + rest[0].start, first + rest[0].stop)
-        there = self.slices[(*rest, slice(last.start * self.turns, last.stop * self.turns))]
-        there = there[..., self.turn :: self.turns]
+            start, (rows, *rest) = self.piece.rows[0], box
+            return self.slices[(slice(start + rows.start, start + rows.stop), *rest)]
+        *rest, last = self._turned(box)
+        turns = len(self.pieces)
+        there = self.slices[(*rest, slice(last.start * turns, last.stop * turns))][..., self.turn :: turns]
         return there.mT if self.piece.transposed else there
 
     def _turned(self, dims: tuple[Any, ...]) -> tuple[Any, ...]:

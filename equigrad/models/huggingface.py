@@ -56,7 +56,7 @@ _GPT_OSS_EXPERTS = {
     "bias": True, "router_bias": True, "activation": "clamped_swiglu", "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
-
+# As for gpt-oss.
 _QWEN3_NEXT = {
     "head_dim": 256, "num_key_value_heads": 2, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
     "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
@@ -84,11 +84,6 @@ class Piece:
 Pieces = tuple[Piece, ...]
 """What a stored tensor holds: one piece, or several, which have rows of their own, or else whose elements take turns in
 its last dimension."""
-
-
-def turns(pieces: Pieces) -> int:
-    """How many pieces take turns in the last dimension of what is stored."""
-    return 1 if pieces[0].rows else len(pieces)
 
 
 def stored_pieces(config: Model) -> dict[str, Pieces]:
@@ -365,20 +360,20 @@ def _check_family(config: Model) -> None:
     rules["qwen3_moe"] = rules["qwen3"] | {"full_attention_layers": []}
     rules["gpt_oss"] = {"qk_norm": False, "output_bias": config.attention_bias}
     rules["qwen3_next"] = rules["qwen3"] | {"sliding_window": None}
-    following = family == "qwen3_next"
-    rule = rules[family] | {"attention_sinks": family == "gpt_oss", "attn_output_gate": following,
-                            "zero_centred_norm": following}  # fmt: skip
-    if not following:
+    recurrent = family == "qwen3_next"
+    rule = rules[family] | {"attention_sinks": family == "gpt_oss", "attn_output_gate": recurrent,
+                            "zero_centred_norm": recurrent}  # fmt: skip
+    if not recurrent:
         rule["partial_rotary_factor"] = 1.0
     wrong = [f"{key} = {getattr(config, key)}" for key, value in rule.items() if getattr(config, key) != value]
-    if (config.linear_attention is not None) != following:
+    if (config.linear_attention is not None) != recurrent:
         wrong.append("linear_attention" if config.linear_attention is not None else "model without linear_attention")
-    if not following and (config.experts is not None) != (family in ("qwen3_moe", "gpt_oss")):
+    if not recurrent and (config.experts is not None) != (family in ("qwen3_moe", "gpt_oss")):
         wrong.append("experts" if config.experts is not None else "model without experts")
     elif config.experts is not None:
-        width = config.experts.shared_expert_intermediate_size if following else 0
+        width = config.experts.shared_expert_intermediate_size if recurrent else 0
         only = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "shared_expert_intermediate_size": width,
-                "router_bias_update_rate": None, "shared_expert_gate": following}  # fmt: skip
+                "router_bias_update_rate": None, "shared_expert_gate": recurrent}  # fmt: skip
         of_qwen = {"bias": False, "router_bias": False, "activation": "swiglu"}
         only |= _GPT_OSS_EXPERTS if family == "gpt_oss" else of_qwen
         wrong += [f"experts.{key} = {getattr(config.experts, key)}" for key, value in only.items()
