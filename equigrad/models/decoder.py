@@ -18,7 +18,7 @@ from equigrad.config.model import Model
 from equigrad.models.parts import Part
 from equigrad.models.rope import frequencies
 from equigrad.models.specs import Spec, parameter_specs
-from equigrad.numerics.ops import Adapter, AttentionLayer, DeltaLayer, Ops, RotaryTable
+from equigrad.numerics.ops import Adapter, AttentionLayer, DeltaLayer, Layer, Ops, RotaryTable
 from equigrad.numerics.random import fill_normal
 from equigrad.numerics.routing import Load, Loads
 from equigrad.numerics.row import Row
@@ -59,13 +59,12 @@ class Block(nn.Module):
         return ops.add(x, fed, row), load
 
     def _norm(self, x: Tensor, own: Any, row: Row) -> Tensor:
-        return self.ops.norm(x, own.weight, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
+        return self.ops.norm(x, own, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
 
     def _attend(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
         ops, config, own = self.ops, self.config, self.self_attn
-        projections = (own.q_proj, own.k_proj, own.v_proj)
         width, gate = config.head_size, None
-        q, k, v = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
+        q, k, v = ops.column_linears(x, (own.q_proj, own.k_proj, own.v_proj), row)
         q, k, v = q.unflatten(-1, (-1, width * (1 + config.attn_output_gate))), *_heads(width, k, v)
         if config.attn_output_gate:
             q, gate = ops.split(q, (width, width), row)
@@ -75,46 +74,41 @@ class Block(nn.Module):
         mixed = ops.attention(q, k, v, self.layer, row, own.sinks)
         if gate is not None:
             mixed = ops.output_gate(mixed, gate, row)
-        return ops.row_linear(mixed.flatten(1), own.o_proj.weight, own.o_proj.bias, row, own.o_proj.adapter)
+        return ops.row_linear(mixed.flatten(1), own.o_proj, row)
 
     def _recur(self, x: Tensor, row: Row) -> Tensor:
         ops, own, linear, layer = self.ops, self.linear_attn, self.linear, self.layer
         assert linear is not None
-        projections, (*_, values) = (own.in_proj_qkvz, own.in_proj_ba), linear.mixed
-        features, rates = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
-        sizes = sum(linear.mixed), values
+        features, rates = ops.column_linears(x, (own.in_proj_qkvz, own.in_proj_ba), row)
+        sizes = sum(linear.mixed), linear.mixed[-1]
         mixed, gate = ops.split(features.unflatten(-1, (-1, sum(sizes))), sizes, row)
         (rates,) = _heads(2 * linear.values_per_key, rates)
         kernels = [conv.weight for conv in (own.q_conv1d, own.k_conv1d, own.v_conv1d)]
         read = ops.gated_delta_rule(mixed, rates, kernels, own.A_log, own.dt_bias, layer, row)
-        read = ops.gated_norm(read, gate, own.norm.weight, self.config.rms_norm_eps, row)
-        return ops.row_linear(read.flatten(1), own.out_proj.weight, None, row, own.out_proj.adapter)
+        read = ops.gated_norm(read, gate, own.norm, self.config.rms_norm_eps, row)
+        return ops.row_linear(read.flatten(1), own.out_proj, row)
 
     def _feed(self, x: Tensor, own: Any, row: Row) -> Tensor:
         ops = self.ops
-        projections = (own.gate_proj, own.up_proj)
-        gate, up = ops.column_linears(x, *_parts(projections), row, _adapters(projections))
-        down = own.down_proj
-        return ops.row_linear(ops.gated(gate, up, row), down.weight, down.bias, row, down.adapter)
+        gate, up = ops.column_linears(x, (own.gate_proj, own.up_proj), row)
+        return ops.row_linear(ops.gated(gate, up, row), own.down_proj, row)
 
     def _feed_experts(self, x: Tensor, row: Row) -> tuple[Tensor, Load]:
         ops, own, experts = self.ops, self.mlp, self.config.experts
         assert experts is not None
         x, branch = ops.fork(x, row)
-        gate = own.gate
-        routes = ops.router(branch, gate.weight, gate.bias, gate.e_score_correction_bias, experts, row)
+        routes = ops.router(branch, own.gate, own.gate.e_score_correction_bias, experts, row)
         shared = None
         if experts.shared_expert_intermediate_size:
             x, branch = ops.fork(x, row)
             shared = self._feed_shared(branch, experts.shared_expert_gate, row)
         sent, at = ops.dispatch(x, routes, row)
-        into, out = (own.experts.gate_proj, own.experts.up_proj), own.experts.down_proj
-        gate, up = ops.expert_column_linears(sent, [p.weight for p in into], [p.bias for p in into], at, row)
+        gate, up = ops.expert_column_linears(sent, (own.experts.gate_proj, own.experts.up_proj), at, row)
         if experts.activation == "swiglu":
             inner = ops.gated(gate, up, row)
         else:
             inner = ops.clamped_gated(gate, up, experts.swiglu_alpha, experts.swiglu_limit, row)
-        routed = ops.combine(ops.expert_row_linear(inner, out.weight, out.bias, at, row), routes, at, row)
+        routed = ops.combine(ops.expert_row_linear(inner, own.experts.down_proj, at, row), routes, at, row)
         return routed if shared is None else ops.add(routed, shared, row), routes.load
 
     def _feed_shared(self, x: Tensor, gated: bool, row: Row) -> Tensor:
@@ -122,7 +116,7 @@ class Block(nn.Module):
         if not gated:
             return self._feed(x, own.shared_expert, row)
         x, branch = ops.fork(x, row)
-        return ops.token_gate(branch, own.shared_expert_gate.weight, self._feed(x, own.shared_expert, row), row)
+        return ops.token_gate(branch, own.shared_expert_gate, self._feed(x, own.shared_expert, row), row)
 
 
 class FurtherBlock(Block):
@@ -141,7 +135,7 @@ class FurtherBlock(Block):
         from, the same as the head wants it, and the load of its router."""
         ops = self.ops
         ahead, x = self._norm(ahead, self.enorm, row), self._norm(x, self.hnorm, row)
-        x, load = super().forward(ops.joined_linear(ahead, x, self.eh_proj.weight, row), table, row)
+        x, load = super().forward(ops.joined_linear(ahead, x, self.eh_proj, row), table, row)
         x, branch = ops.fork(x, row)
         return x, self._norm(branch, self.shared_head.norm, row), load
 
@@ -184,14 +178,6 @@ class _Holder(nn.Module):
     def adapter(self) -> Adapter | None:
         """What is added to the weight."""
         return None if self.lora_A is None else Adapter(self.lora_A.weight, self.lora_B.weight, self.scale)
-
-
-def _parts(linears: Sequence[_Holder]) -> tuple[list[Tensor], list[Tensor | None]]:
-    return [linear.weight for linear in linears], [linear.bias for linear in linears]
-
-
-def _adapters(linears: Sequence[_Holder]) -> list[Adapter | None]:
-    return [linear.adapter for linear in linears]
 
 
 def _heads(width: int, *features: Tensor) -> list[Tensor]:
@@ -254,7 +240,7 @@ class Decoder(nn.Module):
         """
         ops, vocabulary = self.ops, self.config.vocabulary
         if x is None:
-            x = ops.embedding(ids, self.model.embed_tokens.weight, vocabulary, row)
+            x = ops.embedding(ids, self.model.embed_tokens, vocabulary, row)
         table = self.rotary_table(row)
         loads = Loads() if loads is None else loads
         main, further = self.blocks[: self.part.stop - self.part.start], self.blocks[self.part.stop - self.part.start :]
@@ -267,14 +253,14 @@ class Decoder(nn.Module):
         branch = None
         if ahead:
             x, branch = ops.fork(x, row)
-        x = ops.norm(x, self.model.norm.weight, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
+        x = ops.norm(x, self.model.norm, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
         if labels is None:
-            return ops.logits(x, self.head, at, vocabulary, row, self.head_adapter)
-        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row, self.head_adapter)]
+            return ops.logits(x, self.head, at, vocabulary, row)
+        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row)]
         if branch is None:
             return losses[0]
         for block, tokens in zip(further, ahead, strict=True):
-            embedded = ops.embedding(tokens.ids, self.model.embed_tokens.weight, vocabulary, row)
+            embedded = ops.embedding(tokens.ids, self.model.embed_tokens, vocabulary, row)
             branch, x, load = block(branch, embedded, table, row)
             if load is not None:
                 loads[block.layer.index] = load
@@ -292,14 +278,9 @@ class Decoder(nn.Module):
         return list(self.model.layers.values())
 
     @property
-    def head(self) -> Tensor:
+    def head(self) -> Layer:
         """The output projection [V, H]."""
-        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-
-    @property
-    def head_adapter(self) -> Adapter | None:
-        """What is added to the output projection; a tied one takes nothing."""
-        return None if self.config.tie_word_embeddings else self.lm_head.adapter
+        return self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
 
     def rotary_table(self, row: Row) -> RotaryTable:
         """The rotary table of a row, shared by all blocks."""

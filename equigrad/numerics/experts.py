@@ -15,14 +15,15 @@ from torch.nn import functional as F
 
 from equigrad.config.model import Experts
 from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.ops import Layer
 from equigrad.numerics.routing import Dispatch, Exchange, Load, Routes
 from equigrad.parallel.collectives import Axis, all_to_all, exchange
 from equigrad.parallel.partition import even
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts) -> Routes:
+def route(x: Tensor, layer: Layer, correction: Tensor | None, experts: Experts) -> Routes:
     """See ``Ops.router``."""
-    weights, probability, chosen, counts = _Router.apply(x, weight, bias, correction, experts)
+    weights, probability, chosen, counts = _Router.apply(x, layer.weight, layer.bias, correction, experts)
     return Routes(chosen, weights, Load(counts, probability))
 
 
@@ -188,14 +189,14 @@ class _WeightedSum(torch.autograd.Function):
         return (copies * weights.flatten()[order, None]).to(x.dtype), dweights, None, None
 
 
-def pairs(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Weight, bias, weight, bias, ..."""
-    return [t for pair in zip(weights, biases, strict=True) for t in pair]
+def expert_linears(x: Tensor, layers: Sequence[Layer], at: Dispatch, biased: bool) -> tuple[Tensor, ...]:
+    """See ``Ops.expert_column_linears``; ``biased``: whether biases are added, which have a gradient in any case."""
+    return _ExpertLinears.apply(x, at.ends, biased, *(t for layer in layers for t in (layer.weight, layer.bias)))
 
 
-class ExpertLinears(torch.autograd.Function):
-    """One input, sorted by expert, several stacked weights and biases, as ``pairs`` has them. An expert without tokens
-    has zeros for a gradient, and so has a bias that is not ``added``."""
+class _ExpertLinears(torch.autograd.Function):
+    """One input, sorted by expert; ``pairs`` is stacked weights, biases, and so on. An expert without tokens has zeros
+    for a gradient, and so has a bias that is not ``added``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, added: bool, *pairs: Tensor | None) -> tuple[Tensor, ...]:

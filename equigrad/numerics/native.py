@@ -21,8 +21,8 @@ from equigrad.numerics.context import context_attention, context_delta_rule
 from equigrad.numerics.cross_entropy import CrossEntropy, Head
 from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.delta import Weights, gated_delta_rule
-from equigrad.numerics.experts import ExpertLinears, TokenGate, combine, dispatch, pairs, route
-from equigrad.numerics.ops import Adapter, AttentionLayer, DeltaLayer, RotaryTable
+from equigrad.numerics.experts import TokenGate, combine, dispatch, expert_linears, route
+from equigrad.numerics.ops import AttentionLayer, DeltaLayer, Layer, RotaryTable
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import gather, reduce_scatter
@@ -36,41 +36,32 @@ class NativeOps:
         self.dtype = dtype
         self.saved_logits_bytes = saved_logits_bytes
 
-    def embedding(self, ids: Tensor, weight: Tensor, vocabulary: int, row: Row) -> Tensor:
+    def embedding(self, ids: Tensor, layer: Layer, vocabulary: int, row: Row) -> Tensor:
         if row.tensor is None:
-            return _Embedding.apply(ids, weight)
+            return _Embedding.apply(ids, layer.weight)
         first, stop = row.tensor.share(vocabulary)
         known = (ids >= first) & (ids < stop)
-        found = _Embedding.apply((ids - first).where(known, 0), weight)
+        found = _Embedding.apply((ids - first).where(known, 0), layer.weight)
         return reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
 
-    def column_linears(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        row: Row,
-        adapters: Sequence[Adapter | None] = (),
-    ) -> tuple[Tensor, ...]:
-        return _linears(gather(x, row.tensor), self.dtype, weights, biases, adapters)
+    def column_linears(self, x: Tensor, layers: Sequence[Layer], row: Row) -> tuple[Tensor, ...]:
+        return _linears(gather(x, row.tensor), self.dtype, layers)
 
-    def row_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row, adapter: Adapter | None = None
-    ) -> Tensor:
+    def row_linear(self, x: Tensor, layer: Layer, row: Row) -> Tensor:
         if row.tensor is None:
-            return _linears(x, self.dtype, [weight], [bias], [adapter])[0]
+            return _linears(x, self.dtype, [layer])[0]
         # A rank's part of ``x`` times its part of ``a`` is a part of a sum, and so is that times the whole ``b``.
-        y = reduce_scatter(_linears(x, self.dtype, [weight], [None], [adapter])[0], row.tensor)
-        return y if bias is None else _Bias.apply(y, bias)
+        y = reduce_scatter(_linears(x, self.dtype, [layer], biased=False)[0], row.tensor)
+        return y if layer.bias is None else _Bias.apply(y, layer.bias)
 
-    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
-        return _linears(torch.cat([a, b], 1), self.dtype, [weight], [None], ())[0].to(a.dtype)
+    def joined_linear(self, a: Tensor, b: Tensor, layer: Layer, row: Row) -> Tensor:
+        return _linears(torch.cat([a, b], 1), self.dtype, [layer])[0].to(a.dtype)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
-        return _Norm.apply(x, weight, eps, zero_centred)
+    def norm(self, x: Tensor, layer: Layer, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
+        return _Norm.apply(x, layer.weight, eps, zero_centred)
 
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
-        return _GatedNorm.apply(x, gate, weight, eps)
+    def gated_norm(self, x: Tensor, gate: Tensor, layer: Layer, eps: float, row: Row) -> Tensor:
+        return _GatedNorm.apply(x, gate, layer.weight, eps)
 
     def split(self, x: Tensor, sizes: Sequence[int], row: Row) -> tuple[Tensor, ...]:
         return x.split(list(sizes), -1)
@@ -122,10 +113,8 @@ class NativeOps:
     def clamped_gated(self, gate: Tensor, up: Tensor, alpha: float, limit: float, row: Row) -> Tensor:
         return _ClampedGated.apply(gate, up, alpha, limit)
 
-    def router(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts, row: Row
-    ) -> Routes:
-        return route(x, weight, bias, correction, experts)
+    def router(self, x: Tensor, layer: Layer, correction: Tensor | None, experts: Experts, row: Row) -> Routes:
+        return route(x, layer, correction, experts)
 
     def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
         # Tensor ranks cut every expert, so each needs all tokens. They are gathered before they are copied, once and
@@ -133,20 +122,18 @@ class NativeOps:
         chosen = gather(routes.experts, row.tensor)
         return dispatch(gather(x, row.tensor), chosen, len(routes.load.counts), self.dtype, row.experts)
 
-    def expert_column_linears(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], at: Dispatch, row: Row
-    ) -> tuple[Tensor, ...]:
-        return ExpertLinears.apply(x, at.ends, True, *pairs(weights, biases))
+    def expert_column_linears(self, x: Tensor, layers: Sequence[Layer], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
+        return expert_linears(x, layers, at, True)
 
-    def expert_row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, at: Dispatch, row: Row) -> Tensor:
+    def expert_row_linear(self, x: Tensor, layer: Layer, at: Dispatch, row: Row) -> Tensor:
         # The results of the tensor ranks are added, the bias with them: so one of them alone adds it.
-        return ExpertLinears.apply(x, at.ends, row.tensor is None or row.tensor.rank == 0, weight, bias)[0]
+        return expert_linears(x, [layer], at, row.tensor is None or row.tensor.rank == 0)[0]
 
     def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:
         return reduce_scatter(combine(x, gather(routes.weights, row.tensor), at, row.experts), row.tensor)
 
-    def token_gate(self, x: Tensor, weight: Tensor, y: Tensor, row: Row) -> Tensor:
-        return TokenGate.apply(x, weight, y)
+    def token_gate(self, x: Tensor, layer: Layer, y: Tensor, row: Row) -> Tensor:
+        return TokenGate.apply(x, layer.weight, y)
 
     def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:
         return a + b
@@ -154,40 +141,26 @@ class NativeOps:
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         return _Fork.apply(x)
 
-    def logits(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        at: Tensor | None,
-        vocabulary: int,
-        row: Row,
-        adapter: Adapter | None = None,
-    ) -> Tensor:
-        y = _linears(_at(x, at, row), self.dtype, [weight], [None], [adapter])[0]
+    def logits(self, x: Tensor, layer: Layer, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
+        y = _linears(_at(x, at, row), self.dtype, [layer])[0]
         if row.tensor is None:
             return y
         columns = Partition.contiguous(vocabulary, len(row.tensor.partition.ranges))
         return gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
     def cross_entropy(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        at: Tensor | None,
-        vocabulary: int,
-        row: Row,
-        adapter: Adapter | None = None,
+        self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
     ) -> Tensor:
+        adapter = layer.adapter
         # Asked here: inside a function's forward gradients are always off, and inputs say that they need one.
         budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
         head = Head(self.dtype, budget, vocabulary, row.tensor, 1.0 if adapter is None else adapter.scale)
         x = _at(x, at, row)
         if adapter is None:
-            return CrossEntropy.apply(x, weight, labels, head, None, None)
+            return CrossEntropy.apply(x, layer.weight, labels, head, None, None)
         x, branch = _Fork.apply(x)
-        low = _linears(branch, self.dtype, [adapter.a], [None], ())[0]
-        return CrossEntropy.apply(x, weight, labels, head, low, adapter.b)
+        (low,) = _Linears.apply(branch, self.dtype, (1.0,), adapter.a, None, None, None)
+        return CrossEntropy.apply(x, layer.weight, labels, head, low, adapter.b)
 
 
 def _at(x: Tensor, at: Tensor | None, row: Row) -> Tensor:
@@ -209,18 +182,13 @@ def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
     return dy.sum(0, dtype=like.dtype)
 
 
-def _linears(
-    x: Tensor,
-    dtype: torch.dtype,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    adapters: Sequence[Adapter | None],
-) -> tuple[Tensor, ...]:
-    found = adapters or [None] * len(weights)
-    scales = tuple(1.0 if adapter is None else adapter.scale for adapter in found)
-    pairs = [(None, None) if adapter is None else (adapter.a, adapter.b) for adapter in found]
-    each = zip(weights, biases, pairs, strict=True)
-    return _Linears.apply(x, dtype, scales, *(t for weight, bias, pair in each for t in (weight, bias, *pair)))
+def _linears(x: Tensor, dtype: torch.dtype, layers: Sequence[Layer], biased: bool = True) -> tuple[Tensor, ...]:
+    scales, operands = [], list[Tensor | None]()
+    for layer in layers:
+        *pair, scale = layer.adapter or (None, None, 1.0)
+        operands += [layer.weight, layer.bias if biased else None, *pair]
+        scales.append(scale)
+    return _Linears.apply(x, dtype, tuple(scales), *operands)
 
 
 class _Linears(torch.autograd.Function):

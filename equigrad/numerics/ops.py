@@ -36,6 +36,24 @@ class Adapter(NamedTuple):
     scale: float
 
 
+class Layer(Protocol):
+    """The parameters of one layer, under its name.
+
+    weight:  of the shape that each op says
+    bias:    one number for each output, or none
+    adapter: what is added to the weight, or nothing
+    """
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def adapter(self) -> Adapter | None: ...
+
+
 class AttentionLayer:
     """What an attention op knows of its layer.
 
@@ -75,41 +93,33 @@ class Ops(Protocol):
 
     dtype: torch.dtype
 
-    def embedding(self, ids: Tensor, weight: Tensor, vocabulary: int, row: Row) -> Tensor:
-        """Rows of ``weight`` [V, H] at ``ids`` [T] int64 -> [T, H]."""
+    def embedding(self, ids: Tensor, layer: Layer, vocabulary: int, row: Row) -> Tensor:
+        """Rows of the weight [V, H] at ``ids`` [T] int64 -> [T, H]."""
         ...
 
-    def column_linears(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        row: Row,
-        adapters: Sequence[Adapter | None] = (),
-    ) -> tuple[Tensor, ...]:
-        """From the residual stream to features: ``x`` [T, K] times each ``weight`` [N, K] transposed, plus ``bias`` [N]
-        and what its adapter adds -> [T, N] each. The gradient of ``x`` is the sum over the weights in the order given,
-        a weight's adapter after it. ``adapters``: one a weight, or none at all."""
+    def column_linears(self, x: Tensor, layers: Sequence[Layer], row: Row) -> tuple[Tensor, ...]:
+        """From the residual stream to features: ``x`` [T, K] times the weight [N, K] of each layer transposed, plus its
+        bias and what its adapter adds -> [T, N] each. The gradient of ``x`` is the sum over the layers in the order
+        given, an adapter's after its weight's."""
         ...
 
-    def row_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, row: Row, adapter: Adapter | None = None
-    ) -> Tensor:
-        """From features back to the residual stream: ``x`` [T, K], ``weight`` [N, K], ``bias`` [N] -> [T, N]."""
+    def row_linear(self, x: Tensor, layer: Layer, row: Row) -> Tensor:
+        """From features back to the residual stream: ``x`` [T, K] times the weight [N, K] transposed, plus bias and
+        adapter -> [T, N]."""
         ...
 
-    def joined_linear(self, a: Tensor, b: Tensor, weight: Tensor, row: Row) -> Tensor:
-        """In the residual stream: ``a`` and ``b`` [T, H], side by side, times ``weight`` [N, 2H] transposed -> [T, N].
+    def joined_linear(self, a: Tensor, b: Tensor, layer: Layer, row: Row) -> Tensor:
+        """In the residual stream: ``a`` and ``b`` [T, H], side by side, times the weight [N, 2H] transposed -> [T, N].
 
         Tensor ranks all have the weight whole, and each has a part of its gradient."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
-        """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``; ``x`` [..., D], ``weight`` [D].
+    def norm(self, x: Tensor, layer: Layer, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
+        """RMSNorm over the last dimension: ``x / sqrt(mean(x^2) + eps) * weight``; ``x`` [..., D], weight [D].
         ``zero_centred``: times ``1 + weight``."""
         ...
 
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, row: Row) -> Tensor:
+    def gated_norm(self, x: Tensor, gate: Tensor, layer: Layer, eps: float, row: Row) -> Tensor:
         """``norm`` of ``x`` [T, heads, D] times ``silu(gate)``; ``gate`` has as many features in any shape [T, ...]."""
         ...
 
@@ -176,10 +186,8 @@ class Ops(Protocol):
         ``limit`` and ``up`` to within ``-limit .. limit``. What is clamped has no gradient."""
         ...
 
-    def router(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, experts: Experts, row: Row
-    ) -> Routes:
-        """Whom each token of ``x`` [T, H] chooses: scores of ``x`` times ``weight`` [E, H] transposed, plus ``bias``
+    def router(self, x: Tensor, layer: Layer, correction: Tensor | None, experts: Experts, row: Row) -> Routes:
+        """Whom each token of ``x`` [T, H] chooses: scores of ``x`` times the weight [E, H] transposed, plus the bias
         [E], in float32, and of them the best k, or with ``correction`` [E] those that are best with it. Of equals the
         lower index is chosen."""
         ...
@@ -191,15 +199,13 @@ class Ops(Protocol):
         """
         ...
 
-    def expert_column_linears(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], at: Dispatch, row: Row
-    ) -> tuple[Tensor, ...]:
-        """Into the experts: dispatched ``x`` [copies, K] times their expert's matrix of each ``weight`` [E, N, K]
-        transposed, plus its row of ``bias`` [E, N] -> [copies, N] each."""
+    def expert_column_linears(self, x: Tensor, layers: Sequence[Layer], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
+        """Into the experts: dispatched ``x`` [copies, K] times their expert's matrix of each weight [E, N, K]
+        transposed, plus its row of the bias [E, N] -> [copies, N] each."""
         ...
 
-    def expert_row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, at: Dispatch, row: Row) -> Tensor:
-        """Out of the experts: ``x`` [copies, K], ``weight`` [E, N, K], ``bias`` [E, N] -> [copies, N]. Where ranks
+    def expert_row_linear(self, x: Tensor, layer: Layer, at: Dispatch, row: Row) -> Tensor:
+        """Out of the experts: ``x`` [copies, K], weight [E, N, K], bias [E, N] -> [copies, N]. Where ranks
         share every expert's features, this is a rank's part of the sum that ``combine`` makes."""
         ...
 
@@ -208,8 +214,8 @@ class Ops(Protocol):
         the order of its choices, whatever rank computed them."""
         ...
 
-    def token_gate(self, x: Tensor, weight: Tensor, y: Tensor, row: Row) -> Tensor:
-        """``y`` [T, H] times the sigmoid of one number a token: ``x`` [T, H] times ``weight`` [1, H] transposed."""
+    def token_gate(self, x: Tensor, layer: Layer, y: Tensor, row: Row) -> Tensor:
+        """``y`` [T, H] times the sigmoid of one number a token: ``x`` [T, H] times the weight [1, H] transposed."""
         ...
 
     def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:
@@ -220,27 +226,13 @@ class Ops(Protocol):
         """One value for two uses; the gradient is the sum of the two, the first use's first."""
         ...
 
-    def logits(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        at: Tensor | None,
-        vocabulary: int,
-        row: Row,
-        adapter: Adapter | None = None,
-    ) -> Tensor:
-        """``x`` [T, H] times ``weight`` [V, H] transposed, at the tokens ``at`` [n] int64 (None: all) -> [n, V]."""
+    def logits(self, x: Tensor, layer: Layer, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
+        """``x`` [T, H] times the weight [V, H] transposed, plus what its adapter adds, at the tokens ``at`` [n] int64
+        (None: all) -> [n, V]."""
         ...
 
     def cross_entropy(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        at: Tensor | None,
-        vocabulary: int,
-        row: Row,
-        adapter: Adapter | None = None,
+        self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
     ) -> Tensor:
         """``-log softmax(logits)[label]`` for ``labels`` [n], float32 [n], with the logits of ``logits``.
 

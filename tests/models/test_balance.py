@@ -14,6 +14,7 @@ from equigrad.objectives.load_balance import load_balance
 from equigrad.parallel.placement import place
 from equigrad.parallel.stop import StopRequest
 from tests.jobs import Records, make_trainer, tiny_job
+from tests.numerics.layers import Given
 
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -105,7 +106,7 @@ def test_loads_even_out(way: str) -> None:
     weight.requires_grad_()
     uneven = []
     for _ in range(100):
-        load = NativeOps().router(x, weight, None, bias, experts, Row.of([200])).load
+        load = NativeOps().router(x, Given(weight), bias, experts, Row.of([200])).load
         if way == "term":
             load_balance([load.probability], balance.shares([0]), 1, 200).backward()
             with torch.no_grad():

@@ -15,6 +15,7 @@ from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import DeltaLayer
 from equigrad.numerics.row import Row
+from tests.numerics.layers import Given
 from tests.numerics.test_native import assert_same, tensor
 
 LENGTHS = [(1,), (5, 1, 64, 65, 130), (2, 63, 1, 200, 7, 7), (129,), ()]
@@ -189,9 +190,9 @@ def test_gates_and_gated_norms_match_float64(tokens: int) -> None:
         return unit * weight * F.silu(gate.view(x.shape))
 
     flat = tensor(tokens, 1, 24, seed=2)
-    assert_same(lambda x, g, w: ops.gated_norm(x, g, w, 1e-5, row), normed, [pair[0], flat, tensor(8)])
+    assert_same(lambda x, g, w: ops.gated_norm(x, g, Given(w), 1e-5, row), normed, [pair[0], flat, tensor(8)])
     assert_same(
-        lambda x, w: ops.norm(x, w, 1e-5, row, True),
+        lambda x, w: ops.norm(x, Given(w), 1e-5, row, True),
         lambda x, w: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * (1 + w),
         [pair[0], tensor(8)],
     )

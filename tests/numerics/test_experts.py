@@ -13,6 +13,7 @@ from equigrad.numerics.native import NativeOps
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.partition import part_of
+from tests.numerics.layers import Given
 from tests.numerics.test_native import assert_same, tensor
 
 ops = NativeOps()
@@ -50,16 +51,16 @@ def test_a_router_matches_float64(name: str, tokens: int, biased: bool) -> None:
     experts, row = KINDS[name], Row.of([tokens])
     bias = torch.linspace(-0.2, 0.2, 6) if biased else None
     inputs = [tensor(tokens, 24), tensor(6, 24, seed=1)]
-    routes = ops.router(*inputs, None, bias, experts, row)
+    routes = ops.router(inputs[0], Given(inputs[1]), bias, experts, row)
     chosen = route_reference(*(t.double() for t in inputs), experts, bias)[1]
     assert torch.equal(routes.experts, chosen)
     assert torch.equal(routes.load.counts, torch.bincount(chosen.flatten(), minlength=6))
 
     def ours(x: Tensor, w: Tensor) -> Tensor:
-        return ops.router(x, w, None, bias, experts, row).weights
+        return ops.router(x, Given(w), bias, experts, row).weights
 
     assert_same(ours, lambda x, w: route_reference(x, w, experts, bias)[0], inputs)
-    share = lambda x, w: ops.router(x, w, None, bias, experts, row).load.probability  # noqa: E731
+    share = lambda x, w: ops.router(x, Given(w), bias, experts, row).load.probability  # noqa: E731
     assert_same(share, lambda x, w: route_reference(x, w, experts, bias)[2], inputs, rtol=5e-6)
 
 
@@ -75,16 +76,16 @@ def test_a_router_with_a_bias_matches_float64(name: str, tokens: int) -> None:
         return route_reference(torch.cat([x, one], 1), torch.cat([weight, bias[:, None]], 1), experts)
 
     chosen = reference(*(t.double() for t in inputs))[1]
-    assert torch.equal(ops.router(*inputs, None, experts, row).experts, chosen)
-    weights = lambda *t: ops.router(*t, None, experts, row).weights  # noqa: E731
+    assert torch.equal(ops.router(inputs[0], Given(*inputs[1:]), None, experts, row).experts, chosen)
+    weights = lambda x, *own: ops.router(x, Given(*own), None, experts, row).weights  # noqa: E731
     assert_same(weights, lambda *t: reference(*t)[0], inputs, rtol=5e-6)
-    share = lambda *t: ops.router(*t, None, experts, row).load.probability  # noqa: E731
+    share = lambda x, *own: ops.router(x, Given(*own), None, experts, row).load.probability  # noqa: E731
     assert_same(share, lambda *t: reference(*t)[2], inputs, rtol=5e-6)
 
 
 def test_normalised_softmax_scores_are_the_softmax_over_the_chosen() -> None:
     x, weight, bias = tensor(50, 24), tensor(6, 24, seed=1), tensor(6, seed=2)
-    routes = ops.router(x, weight, bias, None, make(), Row.of([50]))
+    routes = ops.router(x, Given(weight, bias), None, make(), Row.of([50]))
     best = F.linear(x, weight, bias).topk(3, 1)
     assert torch.equal(routes.experts, best.indices)
     torch.testing.assert_close(routes.weights, best.values.softmax(1))
@@ -94,14 +95,14 @@ def test_of_equal_scores_the_lower_index_is_chosen() -> None:
     row = Row.of([40])
     for experts in (make(), make(num_experts=128, num_experts_per_tok=8)):
         weight = torch.zeros(experts.num_experts, 24)
-        routes = ops.router(tensor(40, 24), weight, None, None, experts, row)
+        routes = ops.router(tensor(40, 24), Given(weight), None, experts, row)
         assert torch.equal(routes.experts, torch.arange(experts.num_experts_per_tok).expand(40, -1))
 
 
 def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     row, x, weight = Row.of([40]), tensor(40, 24), tensor(6, 24, seed=1)
     bias = torch.tensor([9.0, 8.0, 7.0, 0.0, 0.0, 0.0])
-    routes = ops.router(x, weight, None, bias, make(norm_topk_prob=False), row)
+    routes = ops.router(x, Given(weight), bias, make(norm_topk_prob=False), row)
     assert torch.equal(routes.experts, torch.arange(3).expand(40, -1))
     torch.testing.assert_close(routes.weights, (x @ weight.t()).softmax(1)[:, :3])
 
@@ -123,10 +124,10 @@ def feed(
     axis: Axis = ALONE,
 ) -> Tensor:
     row = Row.of([len(x)], experts=axis)
-    routes = numerics.router(x, router, None, None, experts, row)
+    routes = numerics.router(x, Given(router), None, experts, row)
     sent, at = numerics.dispatch(x, routes, row)
-    inner = numerics.gated(*numerics.expert_column_linears(sent, [gate, up], [None, None], at, row), row)
-    return numerics.combine(numerics.expert_row_linear(inner, down, None, at, row), routes, at, row)
+    inner = numerics.gated(*numerics.expert_column_linears(sent, [Given(gate), Given(up)], at, row), row)
+    return numerics.combine(numerics.expert_row_linear(inner, Given(down), at, row), routes, at, row)
 
 
 def feed_reference(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: Experts) -> Tensor:
@@ -155,10 +156,11 @@ def biases_of(experts: Experts, hidden: int = 24) -> list[Tensor]:
 def feed_biased(experts: Experts, x: Tensor, router: Tensor, *own: Tensor, axis: Axis = ALONE) -> Tensor:
     """``own``: weights of gate, up and down, then their biases."""
     row = Row.of([len(x)], experts=axis)
-    routes = ops.router(x, router, None, None, experts, row)
+    routes = ops.router(x, Given(router), None, experts, row)
     sent, at = ops.dispatch(x, routes, row)
-    inner = ops.clamped_gated(*ops.expert_column_linears(sent, own[:2], own[3:5], at, row), 1.702, 2.0, row)
-    return ops.combine(ops.expert_row_linear(inner, own[2], own[5], at, row), routes, at, row)
+    gate, up, down = (Given(*pair) for pair in zip(own[:3], own[3:], strict=True))
+    inner = ops.clamped_gated(*ops.expert_column_linears(sent, [gate, up], at, row), 1.702, 2.0, row)
+    return ops.combine(ops.expert_row_linear(inner, down, at, row), routes, at, row)
 
 
 @pytest.mark.parametrize("name", ["softmax", "one", "odd width"])
@@ -183,7 +185,7 @@ def test_experts_with_biases_match_float64(name: str, tokens: int) -> None:
 def test_the_bias_of_an_expert_without_tokens_has_zeros_for_a_gradient() -> None:
     experts = make(num_experts_per_tok=2)
     x, weights, biases = tensor(1, 24), weights_of(experts), biases_of(experts)
-    chosen = ops.router(x, weights[0], None, None, experts, Row.of([1])).experts.flatten().tolist()
+    chosen = ops.router(x, Given(weights[0]), None, experts, Row.of([1])).experts.flatten().tolist()
     feed_biased(experts, x, *weights, *biases).sum().backward()
     for bias in biases:
         assert [bool(g.any()) for g in bias.grad] == [e in chosen for e in range(6)]
@@ -194,7 +196,7 @@ def test_the_gradients_of_biases_can_come_later() -> None:
     now, later = ([*weights_of(experts), *biases_of(experts)] for _ in range(2))
 
     def loss(own: list[Tensor], bias: Tensor) -> Tensor:
-        routes = ops.router(x, own[0], bias, None, experts, Row.of([50]))
+        routes = ops.router(x, Given(own[0], bias), None, experts, Row.of([50]))
         return feed_biased(experts, x, *own).square().sum() + routes.load.probability.square().sum()
 
     loss(now, router_bias[0]).backward()
@@ -211,7 +213,7 @@ def test_the_gradients_of_biases_can_come_later() -> None:
 def test_experts_without_tokens_have_zeros_for_gradients(inner: int, tokens: int) -> None:
     experts = make(moe_intermediate_size=inner, num_experts_per_tok=2)
     x, weights = tensor(tokens, 24), weights_of(experts)
-    chosen = ops.router(x, weights[0], None, None, experts, Row.of([tokens])).experts.flatten().tolist()
+    chosen = ops.router(x, Given(weights[0]), None, experts, Row.of([tokens])).experts.flatten().tolist()
     feed(x, *weights, experts).sum().backward()
     assert x.grad is not None
     for weight in weights[1:]:
@@ -269,7 +271,7 @@ def test_deferred_weight_gradients_equal_immediate_ones() -> None:
     gates = [tensor(1, 24, seed=9) for _ in range(2)]
 
     def loss(weights: list[Tensor], gate: Tensor) -> Tensor:
-        return ops.token_gate(x, gate, feed(x, *weights, experts), Row.of([50])).square().sum()
+        return ops.token_gate(x, Given(gate), feed(x, *weights, experts), Row.of([50])).square().sum()
 
     loss(now, gates[0]).backward()
     with DeferredWeightGradients() as deferred:
@@ -285,7 +287,7 @@ def test_deferred_weight_gradients_equal_immediate_ones() -> None:
 def test_a_token_gate_matches_float64() -> None:
     row = Row.of([9])
     assert_same(
-        lambda x, w, y: ops.token_gate(x, w, y, row),
+        lambda x, w, y: ops.token_gate(x, Given(w), y, row),
         lambda x, w, y: y * (x @ w.t()).sigmoid(),
         [tensor(9, 24), tensor(1, 24), tensor(9, 24, seed=1)],
     )

@@ -17,6 +17,7 @@ from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import AttentionLayer
 from equigrad.numerics.row import Row
 from equigrad.numerics.tiles import segment_tiles
+from tests.numerics.layers import Given
 
 LENGTHS = [(5,), (1, 7, 7, 7, 2), (130, 1, 64), ()]
 
@@ -54,7 +55,8 @@ def test_linears_match_float64(lengths: tuple[int, ...], bias: bool) -> None:
     inputs += [tensor(10), tensor(7)] if bias else []
 
     def ours(x: Tensor, a: Tensor, b: Tensor, *biases: Tensor) -> Tensor:
-        return torch.cat(ops.column_linears(x, [a, b], biases or (None, None), row), 1)
+        p, q = biases or (None, None)
+        return torch.cat(ops.column_linears(x, [Given(a, p), Given(b, q)], row), 1)
 
     def reference(x: Tensor, a: Tensor, b: Tensor, *biases: Tensor) -> Tensor:
         p, q = biases or (None, None)
@@ -69,7 +71,7 @@ def test_norm_matches_float64(shape: tuple[int, ...]) -> None:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w
 
     row = Row.of([shape[0]])
-    assert_same(lambda x, w: ops.norm(x, w, 1e-5, row), reference, [tensor(*shape), tensor(16)])
+    assert_same(lambda x, w: ops.norm(x, Given(w), 1e-5, row), reference, [tensor(*shape), tensor(16)])
 
 
 def test_gated_matches_float64() -> None:
@@ -115,7 +117,7 @@ def test_fork_adds_both_gradients() -> None:
 def test_embedding_matches_float64_with_repeated_ids() -> None:
     ids = torch.tensor([3, 0, 3, 3, 1])
     row = Row.of([5])
-    assert_same(lambda w: ops.embedding(ids, w, len(w), row), lambda w: w[ids], [tensor(4, 6)])
+    assert_same(lambda w: ops.embedding(ids, Given(w), len(w), row), lambda w: w[ids], [tensor(4, 6)])
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -241,7 +243,7 @@ def test_cross_entropy_matches_float64_whether_logits_are_kept_or_not(budget: in
     labels = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(0))
     limited, row = NativeOps(saved_logits_bytes=budget), Row.of([tokens])
     assert_same(
-        lambda x, w: limited.cross_entropy(x, w, labels, None, 50, row),
+        lambda x, w: limited.cross_entropy(x, Given(w), labels, None, 50, row),
         lambda x, w: F.cross_entropy(x @ w.t(), labels, reduction="none"),
         [tensor(tokens, 12), tensor(50, 12)],
     )
@@ -249,7 +251,7 @@ def test_cross_entropy_matches_float64_whether_logits_are_kept_or_not(budget: in
 
 def test_cross_entropy_is_finite_for_extreme_logits() -> None:
     x = torch.tensor([[1e4, 0.0], [-1e4, 0.0]]).requires_grad_()
-    loss = ops.cross_entropy(x, torch.eye(2), torch.tensor([1, 0]), None, 2, Row.of([2]))
+    loss = ops.cross_entropy(x, Given(torch.eye(2)), torch.tensor([1, 0]), None, 2, Row.of([2]))
     loss.sum().backward()
     assert loss.tolist() == [1e4, 1e4]
     assert torch.isfinite(x.grad).all()
@@ -265,9 +267,10 @@ def test_deferred_weight_gradients_equal_immediate_ones(budget: int) -> None:
 
     def loss(weights: list[Tensor]) -> Tensor:
         embedding, norm, up, bias, down, head = weights
-        x = ops.norm(ops.embedding(ids, embedding, len(embedding), row), norm, 1e-5, row)
-        (hidden,) = ops.column_linears(x, [up], [bias], row)
-        return limited.cross_entropy(ops.row_linear(hidden, down, None, row), head, ids, None, 7, row).sum()
+        x = ops.norm(ops.embedding(ids, Given(embedding), len(embedding), row), Given(norm), 1e-5, row)
+        (hidden,) = ops.column_linears(x, [Given(up, bias)], row)
+        x = ops.row_linear(hidden, Given(down), row)
+        return limited.cross_entropy(x, Given(head), ids, None, 7, row).sum()
 
     now, later = parameters(), parameters()
     loss(now).backward()
@@ -284,9 +287,9 @@ def test_deferred_weight_gradients_equal_immediate_ones(budget: int) -> None:
 def test_heads_work_at_chosen_tokens(at: list[int]) -> None:
     index, row = torch.tensor(at, dtype=torch.int64), Row.of([6])
     inputs = [tensor(6, 5), tensor(9, 5)]
-    assert_same(lambda x, w: ops.logits(x, w, index, 9, row), lambda x, w: x[index] @ w.t(), inputs)
+    assert_same(lambda x, w: ops.logits(x, Given(w), index, 9, row), lambda x, w: x[index] @ w.t(), inputs)
     assert_same(
-        lambda x, w: ops.cross_entropy(x, w, index, index, 9, row),
+        lambda x, w: ops.cross_entropy(x, Given(w), index, index, 9, row),
         lambda x, w: F.cross_entropy(x[index] @ w.t(), index, reduction="none"),
         inputs,
     )
@@ -300,7 +303,7 @@ def test_bfloat16_loss_keeps_the_gradient_of_confident_tokens(budget: int, scale
     weight = tensor(40, 32)
     x = (tensor(64, 32) * 0.1 + scale * weight[labels] / 4).detach().requires_grad_()
     low, normaliser = NativeOps(torch.bfloat16, budget), 1 / 3001
-    loss = (low.cross_entropy(x, weight, labels, None, 40, Row.of([64])) * normaliser).sum()
+    loss = (low.cross_entropy(x, Given(weight), labels, None, 40, Row.of([64])) * normaliser).sum()
     mine = torch.autograd.grad(loss, (x, weight))
     xq, wq = x.detach().bfloat16(), weight.detach().bfloat16()
     error = (xq @ wq.t()).double().softmax(1) - F.one_hot(labels, 40)
@@ -313,7 +316,7 @@ def test_bfloat16_loss_keeps_the_gradient_of_confident_tokens(budget: int, scale
 def test_bfloat16_products_keep_float32_gradients() -> None:
     low, row = NativeOps(torch.bfloat16), Row.of([8])
     x, weight, labels = tensor(8, 16), tensor(10, 16), torch.arange(8)
-    loss = low.cross_entropy(low.row_linear(x, tensor(16, 16), None, row), weight, labels, None, 10, row)
+    loss = low.cross_entropy(low.row_linear(x, Given(tensor(16, 16)), row), Given(weight), labels, None, 10, row)
     loss.sum().backward()
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
     exact = F.cross_entropy(x.double() @ tensor(16, 16).double().t() @ weight.double().t(), labels, reduction="none")

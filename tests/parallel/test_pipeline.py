@@ -17,6 +17,7 @@ from equigrad.numerics.native import NativeOps
 from equigrad.numerics.row import Row
 from equigrad.parallel.pipeline import Hidden, Stage, run_pipeline
 from equigrad.schedule.pipeline import PipelineKind, forward_pipeline, pipeline, programs, sized_cost
+from tests.numerics.layers import Given
 from tests.workers import Workers
 
 Pools = Callable[[int], Workers]
@@ -39,9 +40,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         x, branch = OPS.fork(x, row)
-        branch = OPS.norm(branch, self.norm, 1e-6, row)
-        gate, up = OPS.column_linears(branch, [self.gate, self.up], [None, None], row)
-        return OPS.add(x, OPS.row_linear(OPS.gated(gate, up, row), self.down, None, row), row)
+        branch = OPS.norm(branch, Given(self.norm), 1e-6, row)
+        gate, up = OPS.column_linears(branch, [Given(self.gate), Given(self.up)], row)
+        return OPS.add(x, OPS.row_linear(OPS.gated(gate, up, row), Given(self.down), row), row)
 
 
 class Part(nn.Module):
@@ -57,10 +58,12 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor, row: Row, count: int) -> Tensor:
         if self.embedding is not None:
-            x = OPS.embedding(x, self.embedding, VOCAB, row)
+            x = OPS.embedding(x, Given(self.embedding), VOCAB, row)
         for layer in self.layers.values():
             x = layer(x, row)
-        return x if self.head is None else OPS.cross_entropy(x, self.head, labels, None, VOCAB, row).sum() / count
+        if self.head is None:
+            return x
+        return OPS.cross_entropy(x, Given(self.head), labels, None, VOCAB, row).sum() / count
 
 
 def rows(tokens: Sequence[int], lane: int = 0) -> list[tuple[Tensor, Tensor, Row]]:
