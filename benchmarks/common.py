@@ -1,12 +1,14 @@
 """What every benchmark shares: pinned threads, interleaved timing, medians with their spread, a JSON file."""
 
 import argparse
+import gzip
 import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ def interleaved(sides: Mapping[str, Callable[[], Any]], rounds: int, warm_up: in
             run()
             seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def full_length_samples(folder: Path, context: int) -> Path:
+    """Text cut so that each document is exactly one full sample of the byte tokenizer; a file in ``folder``."""
+    source = files("equigrad.data").joinpath("corpora/sotu.jsonl.gz").read_bytes()
+    text = "".join(json.loads(line)["text"] for line in gzip.decompress(source).splitlines())
+    text = text.encode("ascii", "ignore").decode()
+    pieces = [text[i : i + context] for i in range(0, 400 * context, context)]
+    path = folder / "full.jsonl"
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return path
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -10,14 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import arguments, interleaved, pin_threads, ratio, show, spread, write
+from common import arguments, full_length_samples, interleaved, pin_threads, ratio, show, spread, write
 
 OPTIONS = arguments("train_step", __doc__ or "", rounds=7, context=512, samples=8)
 pin_threads(OPTIONS.threads)
-
-import gzip  # noqa: E402
-import json  # noqa: E402
-from importlib.resources import files  # noqa: E402
 
 import torch  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -37,17 +33,6 @@ from equigrad.trainer import Trainer  # noqa: E402
 VOCABULARY = 4096
 PRODUCT = 2048  # rows and columns of the product that stands for the peak
 SHAPES = {"15M": (384, 1024, 8), "hidden 256": (256, 704, 8), "hidden 512": (512, 1408, 6)}
-
-
-def full_length_samples(folder: Path) -> Path:
-    """Text cut so that each document is exactly one full sample of the byte tokenizer."""
-    source = files("equigrad.data").joinpath("corpora/sotu.jsonl.gz").read_bytes()
-    text = "".join(json.loads(line)["text"] for line in gzip.decompress(source).splitlines())
-    text = text.encode("ascii", "ignore").decode()
-    pieces = [text[i : i + OPTIONS.context] for i in range(0, 400 * OPTIONS.context, OPTIONS.context)]
-    path = folder / "full.jsonl"
-    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-    return path
 
 
 def make_trainer(shape: tuple[int, int, int], source: Path, folder: Path) -> Trainer:
@@ -119,7 +104,7 @@ def main() -> None:
     result: dict[str, Any] = {"threads": OPTIONS.threads, "tokens_per_step": OPTIONS.samples * OPTIONS.context}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = full_length_samples(folder)
+        source = full_length_samples(folder, OPTIONS.context)
         trainer = make_trainer(SHAPES["15M"], source, folder)
         print(f"{parameter_count(trainer.job.model):,} parameters, {OPTIONS.samples} x {OPTIONS.context} tokens a step")
         seconds = interleaved(loops(trainer), OPTIONS.rounds)

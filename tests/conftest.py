@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles every module again
 os.environ["HF_HUB_OFFLINE"] = "1"  # before `transformers` or `datasets` load: no test may reach a hub
 
 from collections.abc import Callable, Iterator

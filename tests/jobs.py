@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from equigrad.checkpoint.boxes import Box
+from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.config.load import make_job
 from equigrad.data.samples import Sample
@@ -32,7 +33,7 @@ def tiny_job(**changes: Any) -> Job:
         "name": "tiny",
         "seed": 3,
         "train": {"steps": 4},
-        "data": {"held_out_every": 40, "context": 48, "tokenizer": {"kind": "bytes"}},
+        "data": {"held_out_every": 139, "context": 48, "tokenizer": {"kind": "bytes"}},
         "batch": {"tokens": 500, "row_tokens": 96},
         "model": {
             "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -110,9 +111,13 @@ def mean_loss(model: Any, samples: Sequence[Sample]) -> torch.Tensor:
     return total / sum(map(len, samples))
 
 
-def train(job: Job, folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Run a job on the ranks of this pool; the records of its steps and its final parameters."""
+def train(job: Job, folder: Path, resume: bool = False) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Run a job on the ranks of this pool, or go on with it; the records of its steps and its final parameters."""
     trainer, records = make_trainer(job, folder), Records()
+    if resume:
+        checkpoint = latest(folder / "checkpoints")
+        assert checkpoint is not None
+        trainer.resume(checkpoint)
     trainer.run(records, StopRequest())
     return records.steps, whole_parameters(trainer)
 

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from equigrad.config import Job
 from equigrad.memory.estimate import estimate
 from equigrad.numerics.row import Row
+from equigrad.trainer import Trainer
 from tests.jobs import make_trainer, tiny_job
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
@@ -17,6 +19,23 @@ NEXT = {
     "model__qk_norm": True, "model__attn_output_gate": True, "model__zero_centred_norm": True,
     "model__linear_attention": {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "full_attention_interval": 2},
 }  # fmt: skip
+
+
+def saved_bytes(trainer: Trainer, tokens: int) -> int:
+    """What the forward pass of a row of two samples keeps on this rank."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    world = trainer.world
+    row = Row.of([tokens // 2] * 2, "cpu", world.axis("cp"), world.axis("tp"), world.axis("ep"))
+    ids = torch.arange(len(row.positions)) % 257
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = trainer.model(ids, row, ids).sum()
+    loss.backward()  # so that no rank waits for another one's
+    return sum(saved.values())
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -30,17 +49,7 @@ def test_state_is_exact_and_activations_are_close(tmp_path: Path, recompute: str
     assert guess.parameters == sum(4 * p.numel() for p in trainer.model.parameters())
     assert guess.gradients == guess.parameters
     assert guess.optimizer == sum(p.tensor.nbytes for p in trainer.optimizer.state().values())
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    known = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-    row, ids = Row.of([200, 200]), torch.arange(400) % 257
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        trainer.model(ids, row, ids)
-    measured = sum(size for at, size in saved.items() if at not in known)
+    measured = saved_bytes(trainer, 400)
     if recompute == "none":  # otherwise the block that is alive during the backward pass comes on top
         assert measured == pytest.approx(guess.activations + guess.logits, rel=0.15)
     else:
@@ -60,3 +69,36 @@ def test_experts_that_are_divided_are_gathered_in_part() -> None:
     assert two.optimizer == one.optimizer
     assert two.gradients < one.gradients
     assert two.parameters < one.parameters
+
+
+def _measured(layout: dict[str, Any], experts: Any, folder: Path) -> tuple[int, int, int]:
+    """Bytes of saved activations, of parameters and of the optimizer's state on this rank."""
+    trainer = make_trainer(divided_job(layout, experts), folder)
+    state = [sum(p.tensor.nbytes for p in found.values()) for found in (trainer.parameters, trainer.optimizer.state())]
+    return saved_bytes(trainer, 400) if layout.get("pp", 1) == 1 else 0, *state
+
+
+def divided_job(layout: dict[str, Any], experts: Any) -> Job:
+    return tiny_job(model__hidden_size=64, model__intermediate_size=160, model__num_hidden_layers=4,
+                    batch__row_tokens=400, model__experts=experts, layout=layout)  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", [None, EXPERTS | SHARED], ids=["dense", "experts"])
+@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=str)
+def test_what_is_divided_is_a_part_on_each_rank(workers: Any, tmp_path: Path, layout: Any, experts: Any) -> None:
+    job = divided_job(layout, experts)
+    guess = estimate(job, (9, 1) if "pp" in layout else (1,))
+    found = workers(job.layout.world_size).run(_measured, layout, experts, tmp_path)
+    found = found[:1] if "pp" in layout else found  # the rank with the many rows
+    activations, parameters, moments = (max(sizes) for sizes in zip(*found, strict=True))
+    assert guess.optimizer == pytest.approx(moments, rel=0.02)
+    sharded = job.layout.data_lanes * job.layout.cp > 1
+    assert guess.parameters > parameters if sharded else guess.parameters == pytest.approx(parameters, rel=0.01)
+    if activations:
+        assert guess.activations + guess.logits == pytest.approx(activations, rel=0.2)
+
+
+def test_a_pipeline_holds_several_rows() -> None:
+    one, two = (estimate(divided_job({"pp": 2}, None), alive).activations for alive in ((1, 1), (2, 1)))
+    assert two == 2 * one
+    assert estimate(divided_job({}, None)).activations == pytest.approx(2 * one, rel=0.3)

@@ -173,8 +173,8 @@ def _check_names(folder: Path, stored: set[str], ours: set[str], model: Model) -
 
 @dataclass(frozen=True)
 class _Stored:
-    """The elements of a tensor in a file that are number ``turn`` of its ``pieces``: its rows, or each last index that
-    is ``turn`` modulo their number, read transposed if the piece says so."""
+    """The elements of a tensor in a file that are one of its ``pieces``, number ``turn`` of them: its rows, or each
+    last index that is ``turn`` modulo their number, read transposed if the piece says so."""
 
     slices: Any
     piece: Piece

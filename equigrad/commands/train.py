@@ -102,7 +102,7 @@ def _dry_run(job: Job) -> int:
     if job.model.vocab_size is None:
         size = _vocabulary(job)
         job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": size})})
-    memory = estimate(job)
+    memory = estimate(job, _alive(job))
     tokens = f"{job.batch.samples} samples of at most {job.data.context}"
     if job.batch.samples is None:
         tokens = f"at most {job.batch.budget:,}"
@@ -118,6 +118,18 @@ def _dry_run(job: Job) -> int:
     print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated, tensors alone: "
           + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items()))  # fmt: skip
     return 0
+
+
+def _alive(job: Job) -> Sequence[int]:
+    """How many rows' activations each pipeline rank holds at one time, in a step of full rows."""
+    from equigrad.schedule.pipeline import pipeline, simulate
+
+    layout, batch = job.layout, job.batch
+    if layout.pp == 1:
+        return (1,)
+    tokens = batch.samples * job.data.context if batch.samples is not None else batch.budget
+    rows = -(-tokens // (batch.row_tokens * layout.data_lanes))
+    return simulate(pipeline(layout.pp_schedule, layout.pp, layout.pp_stages, rows)).alive
 
 
 def _vocabulary(job: Job) -> int:

@@ -54,11 +54,6 @@ class Job(Section):
                 f"batch.tokens {self.batch.tokens} is smaller than data.context {self.data.context}:"
                 " a whole sample must fit into a step"
             )
-        if self.memory.recompute == "block" and self.layout.pp > 1 and self.layout.pp_schedule == "zero_bubble":
-            raise ValueError(
-                'memory.recompute "block" does not go with layout.pp_schedule "zero_bubble": what is computed again is'
-                ' computed with its weight gradients at once; choose "1f1b" or "interleaved", or recompute "none"'
-            )
         # A model.weights folder brings its own shape, checked once it is read.
         if self.model.weights is None and self.data.context > self.model.max_position_embeddings:
             raise ValueError(

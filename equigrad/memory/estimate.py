@@ -1,10 +1,12 @@
 """How much memory one rank of a job will need, from its configuration alone. Torch-free; an estimate, not a promise."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from equigrad.config.job import Job
 from equigrad.config.model import Model
-from equigrad.models.specs import parameter_count, parameter_specs
+from equigrad.models.parts import Part, cut_into_parts
+from equigrad.models.specs import Spec, parameter_specs
 
 _OPTIMIZER_BYTES = {"adamw": 8}
 
@@ -24,44 +26,77 @@ class Estimate:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.logits
 
 
-def estimate(job: Job) -> Estimate:
-    """The peak: all state, and the saved activations of one full row at the end of its forward pass.
+def estimate(job: Job, alive: Sequence[int] = (1,)) -> Estimate:
+    """The peak on the pipeline rank that needs most: all state, and the activations that wait for a backward pass.
 
-    Float32 parameters, gradients and moments are sharded over dp_shard. While sharded, gradients that are reduced once
-    a step are whole, and so are gathered parameters: all of them, or, where they are freed after the forward pass, the
-    embedding and head and two blocks.
+    alive: of each pipeline rank, how many rows of a stage it holds at one time (``schedule.pipeline.simulate``)
+
+    Float32 parameters, gradients and moments are sharded over dp_shard and cp. While sharded, gradients that are
+    reduced once a step are whole, and so are gathered parameters: all of them, or, where they are freed after the
+    forward pass, the embedding and head and two blocks.
     """
-    model, shards = job.model, job.layout.dp_shard
-    count, trained = (parameter_count(model, job.lora, only) for only in (False, True))
-    tokens = job.batch.row_tokens
-    low = 2 if job.numerics.dtype == "bfloat16" else 4
-    # Per token and block: residual stream at both norms (float32) and outputs of both norms (compute type); and what
-    # attention or the gated delta rule, and the feed-forward part, keep.
-    layers = model.all_layers
-    block = (4 + low) * 2 * model.hidden_size
-    block += sum(_mixer_bytes(model, layer, low) + _feed_bytes(model, layer, low) for layer in range(layers)) // layers
-    kept = layers
-    if job.memory.recompute == "block":
-        recomputed = -(-layers // job.memory.recompute_every)
-        kept = layers - recomputed + 1  # one block at a time is alive in full
-        activations = tokens * (kept * block + recomputed * 4 * model.hidden_size)
-    else:
-        activations = tokens * kept * block
-    logits = min(4 * tokens * model.vocabulary, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
-    sharded = -(-count // shards)
-    # Gathered, a rank has its share of the experts.
-    specs = {name: spec for name, spec in parameter_specs(model, job.lora).items() if spec.role != "state"}
-    sizes = {name: -(-s.numel // job.layout.ep) if s.expert else s.numel for name, s in specs.items()}
-    here = sum(sizes.values())
-    own = -(-trained // shards)
-    whole = sum(sizes[n] for n, s in specs.items() if s.trained) if not job.layout.reduce_every_round else own
+    layout, specs = job.layout, parameter_specs(job.model, job.lora)
+    parts = cut_into_parts(job.model, layout.pp * layout.pp_stages, job.data.context)
+    ranks = (_of_rank(job, specs, parts[rank :: layout.pp], rows) for rank, rows in enumerate(alive))
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: int) -> Estimate:
+    """On a rank with these parts that holds so many rows at one time."""
+    layout, both = job.layout, job.model.embedding_at_end
+    own = {n: s for n, s in specs.items() if s.role != "state" for part in parts if part.holds(n, both)}
+    # As a rank computes with them, gathered, and as it keeps them.
+    here = {n: -(-s.numel // ((layout.tp if s.tensor else 1) * (layout.ep if s.expert else 1))) for n, s in own.items()}
+    shards = layout.dp_shard * layout.cp
+    kept = {n: -(-size // (shards // layout.ep if own[n].expert else shards)) for n, size in here.items()}
     gathered = 0
-    if job.layout.data_lanes > 1:  # gathered parameters are a second copy even where there is one shard
-        in_blocks = sum(size for name, size in sizes.items() if name.startswith("model.layers."))
-        kept_blocks = 2 if job.layout.reshard_after_forward else layers
-        gathered = here - in_blocks + in_blocks * min(kept_blocks, layers) // layers
-    optimizer = _OPTIMIZER_BYTES[job.optim.name] * own
-    return Estimate(4 * (sharded + gathered), 4 * whole, optimizer, activations, logits)
+    if layout.data_lanes * layout.cp > 1:  # a second copy, even where there is one shard
+        in_blocks = sum(size for name, size in here.items() if name.startswith("model.layers."))
+        blocks = sum(part.stop - part.start for part in parts) + job.model.mtp_layers * parts[-1].last
+        # A pipeline keeps its stages gathered from the first row to the last.
+        whole_blocks = 2 if layout.reshard_after_forward and layout.pp == 1 else blocks
+        gathered = sum(here.values()) - in_blocks + in_blocks * min(whole_blocks, blocks) // blocks
+    gradients = kept if layout.reduce_every_round else here
+    trained = [n for n, s in own.items() if s.trained]
+    return Estimate(
+        parameters=4 * (sum(kept.values()) + gathered),
+        gradients=4 * sum(gradients[n] for n in trained),
+        optimizer=_OPTIMIZER_BYTES[job.optim.name] * sum(kept[n] for n in trained),
+        activations=max(_activations(job, part, rows) for part in parts),
+        logits=_logits(job) if parts[-1].last else 0,
+    )
+
+
+def _activations(job: Job, part: Part, rows: int) -> int:
+    """What so many full rows leave behind in a part of the model."""
+    model, memory = job.model, job.memory
+    tokens = -(-job.batch.row_tokens // job.layout.cp)
+    blocks = range(part.start, model.all_layers if part.last else part.stop)
+    saved = sum(_block_bytes(job, layer) for layer in blocks)
+    if memory.recompute == "none":
+        return rows * tokens * saved
+    again = [layer for number, layer in enumerate(blocks) if number % memory.recompute_every == 0]
+    recomputed = sum(_block_bytes(job, layer) for layer in again)
+    inputs = len(again) * 4 * model.hidden_size // job.layout.tp
+    alive = max(_block_bytes(job, layer) for layer in again)  # one block at a time, of one row
+    return tokens * (rows * (saved - recomputed + inputs) + alive)
+
+
+def _logits(job: Job) -> int:
+    """Of the row whose loss is being computed."""
+    model = job.model
+    tokens, columns = -(-job.batch.row_tokens // job.layout.cp), -(-model.vocabulary // job.layout.tp)
+    return min(4 * tokens * columns, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
+
+
+def _block_bytes(job: Job, layer: int) -> int:
+    """Saved per token by a block: the residual stream at both norms (float32), of which a tensor rank has a part of the
+    tokens; outputs of both norms (compute type), which it gathers; and its part of what attention or the gated delta
+    rule, and the feed-forward part, keep."""
+    model, tp = job.model, job.layout.tp
+    low = 2 if job.numerics.dtype == "bfloat16" else 4
+    divided = 4 * 2 * model.hidden_size + _mixer_bytes(model, layer, low)
+    return 2 * low * model.hidden_size + divided // tp + _feed_bytes(model, layer, low, tp)
 
 
 def _mixer_bytes(model: Model, layer: int, low: int) -> int:
@@ -79,12 +114,13 @@ def _mixer_bytes(model: Model, layer: int, low: int) -> int:
     return low * ((2 + model.qk_norm) * (queries + keys) + 2 * model.attn_output_gate * queries)
 
 
-def _feed_bytes(model: Model, layer: int, low: int) -> int:
+def _feed_bytes(model: Model, layer: int, low: int, tp: int) -> int:
     """Saved per token by a layer's feed-forward part; ``low``: bytes of the compute type."""
     if not model.is_sparse(layer) or model.experts is None:
-        return low * 3 * model.intermediate_size  # gate, up and their product
+        return low * 3 * model.intermediate_size // tp  # gate, up and their product
     experts = model.experts
-    # Scores; for each choice what comes in, gate, up, their product and what goes out, and where it is (int64).
-    copies = low * (2 * model.hidden_size + 3 * experts.moe_intermediate_size) + 3 * 8
+    # Scores; for each choice what comes in and what goes out, and where it is (int64), which every tensor rank has
+    # whole, and its part of gate, up and their product.
+    copies = low * 2 * model.hidden_size + 3 * 8 + low * 3 * experts.moe_intermediate_size // tp
     shared = low * (3 * experts.shared_expert_intermediate_size + experts.shared_expert_gate * model.hidden_size)
-    return 4 * experts.num_experts + experts.num_experts_per_tok * copies + shared
+    return (4 * experts.num_experts + shared) // tp + experts.num_experts_per_tok * copies

@@ -60,18 +60,17 @@ class _Packed(torch.autograd.Function):
         out, log_sum = attend(q, k, v, tiles)
         out, log_sum = add_sinks(out, log_sum, sinks, first_head)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, log_sum)
-        ctx.first_head, ctx.tiles = first_head, tiles
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.sinks, ctx.first_head, ctx.tiles = sinks, first_head, tiles
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, log_sum = ctx.saved_tensors
-        known = Attended(dout, q, k, v, out, log_sum)
+        known = Attended(dout, *ctx.saved_tensors)
         dq, dk, dv = attend_backward(known, ctx.tiles)
-        dsinks = sink_gradient(sinks, ctx.first_head, known)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+        dsinks = sink_gradient(ctx.sinks, ctx.first_head, known)
+        return dq.to(known.q.dtype), dk.to(known.k.dtype), dv.to(known.v.dtype), dsinks, None, None
 
 
 class Attended(NamedTuple):

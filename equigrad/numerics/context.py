@@ -123,14 +123,14 @@ class _Ring(torch.autograd.Function):
                 merge(out, total, q, keys, values, plan.steps[step].rest)
         out, total = add_sinks(out, total, sinks, 0)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.split, ctx.plan = split, plan
+        ctx.save_for_backward(q, k, v, out, total)
+        ctx.sinks, ctx.split, ctx.plan = sinks, split, plan
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, total = ctx.saved_tensors
+        q, k, v, out, total = ctx.saved_tensors
         plan, home = ctx.plan, _Home(k, ctx.split, ctx.plan)
         dq = q  # step 0 makes it
         for step, (keys, values) in enumerate(_travel(k, v, ctx.split, plan)):
@@ -145,7 +145,7 @@ class _Ring(torch.autograd.Function):
                 add_gradients((dq, gradient[0], gradient[1]), known, tiles.rest)
             home.add(step, gradient)
         dk, dv = home.arrived()
-        dsinks = sink_gradient(sinks, 0, Attended(dout, q, k, v, out, total))
+        dsinks = sink_gradient(ctx.sinks, 0, Attended(dout, q, k, v, out, total))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
 
 

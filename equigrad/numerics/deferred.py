@@ -1,7 +1,9 @@
 """Weight gradients on request. A pipeline schedule computes the gradient of an op's input now, of its weight later.
 
 While a ``DeferredWeightGradients`` is active, weighted ops hand their weight gradients to it instead of computing them
-in the backward pass; ``run`` computes them and adds them to ``parameter.grad``.
+in the backward pass; ``run`` computes them and adds them to ``parameter.grad``. So an op keeps its weights as
+attributes of ``ctx`` and not among the saved tensors: of those a block that is computed again unpacks stand-ins, whose
+gradients would go nowhere.
 """
 
 from collections.abc import Callable

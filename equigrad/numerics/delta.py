@@ -371,16 +371,15 @@ class _GatedDeltaRule(torch.autograd.Function):
         groups = _groups(lengths, weights.kernel, x.device)
         mixed = _convolve(x, weights.taps(layer, heads), groups)
         out, begun, _ = _scan(_tokens(mixed, rates, weights, layer, heads).features, groups, layer)
-        ctx.save_for_backward(x, rates, *weights, *begun)
-        ctx.layer, ctx.groups, ctx.heads = layer, groups, heads
+        ctx.save_for_backward(x, rates, *begun)
+        ctx.weights, ctx.layer, ctx.groups, ctx.heads = weights, layer, groups, heads
         return out.flatten(1, 2).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, rates, *rest = ctx.saved_tensors
-        weights, begun = Weights(*rest[:5]), rest[5:]
-        layer, groups, heads = ctx.layer, ctx.groups, ctx.heads
+        x, rates, *begun = ctx.saved_tensors
+        weights, layer, groups, heads = ctx.weights, ctx.layer, ctx.groups, ctx.heads
         taps = weights.taps(layer, heads)
         tokens = _tokens(_convolve(x, taps, groups), rates, weights, layer, heads)
         dout = dout.float().unflatten(1, (x.shape[1], layer.values))

@@ -48,8 +48,8 @@ class _Router(torch.autograd.Function):
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         probability = (scores if softmax else scores / _total(scores)).sum(0)
         ctx.mark_non_differentiable(chosen, counts)
-        ctx.save_for_backward(x, weight, bias, scores, chosen)
-        ctx.experts = experts
+        ctx.save_for_backward(x, scores, chosen)
+        ctx.weight, ctx.bias, ctx.experts = weight, bias, experts
         return weights * experts.routed_scaling_factor, probability, chosen, counts
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Router(torch.autograd.Function):
     def backward(
         ctx: Any, dweights: Tensor, dprobability: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight, bias, scores, chosen = ctx.saved_tensors
+        (x, scores, chosen), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         dchosen = dweights * ctx.experts.routed_scaling_factor
         if ctx.experts.norm_topk_prob:
             dchosen = _normalised_gradient(scores.gather(1, chosen), dchosen)
@@ -199,8 +199,8 @@ class ExpertLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, added: bool, *pairs: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, ends, *pairs)
-        ctx.added = added
+        ctx.save_for_backward(x, ends)
+        ctx.pairs, ctx.added = pairs, added
         outputs = []
         for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
             assert weight is not None
@@ -211,7 +211,7 @@ class ExpertLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *pairs = ctx.saved_tensors
+        (x, ends), pairs = ctx.saved_tensors, ctx.pairs
         dx: Tensor | None = None
         gradients: list[Tensor | None] = []
         for index, dy in enumerate(dys):
@@ -277,13 +277,14 @@ class TokenGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
         gate = (x.float() @ weight.float().t()).sigmoid()
-        ctx.save_for_backward(x, weight, y, gate)
+        ctx.save_for_backward(x, y, gate)
+        ctx.weight = weight
         return (y * gate).to(y.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        x, weight, y, gate = ctx.saved_tensors
+        (x, y, gate), weight = ctx.saved_tensors, ctx.weight
         dlogit = (d.float() * y).sum(1, keepdim=True) * gate * (1 - gate)
         dw = weight_gradient(weight, lambda: (dlogit.t() @ x.float()).to(weight.dtype))
         return (dlogit * weight.float()).to(x.dtype), dw, (d * gate).to(y.dtype)

@@ -245,19 +245,18 @@ class _Linears(torch.autograd.Function):
             lows.append(low)
         # A frozen weight without an adapter does not need its input again.
         needed = any(ctx.needs_input_grad[3::4]) or any(ctx.needs_input_grad[5::4])
-        ctx.save_for_backward(xq if needed else None, *operands, *lows)
-        ctx.x_dtype, ctx.scales = x.dtype, scales
+        ctx.save_for_backward(xq if needed else None, *lows)
+        ctx.x_dtype, ctx.scales, ctx.operands = x.dtype, scales, operands
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        xq, *saved = ctx.saved_tensors
-        operands, lows = saved[: 4 * len(dys)], saved[4 * len(dys) :]
+        xq, *lows = ctx.saved_tensors
         dx: Tensor | None = None
         gradients: list[Tensor | None] = []
         for index, (dy, scale, low) in enumerate(zip(dys, ctx.scales, lows, strict=True)):
-            weight, bias, a, b = operands[4 * index : 4 * index + 4]
+            weight, bias, a, b = ctx.operands[4 * index : 4 * index + 4]
             needs = ctx.needs_input_grad[3 + 4 * index : 7 + 4 * index]
             if ctx.needs_input_grad[0]:
                 dx = _input_gradient(dy, weight) if dx is None else dx.addmm_(dy, weight.to(dy.dtype))
@@ -279,27 +278,27 @@ class _Linears(torch.autograd.Function):
 class _Bias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(bias)
+        ctx.bias = bias
         return x + bias.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        (bias,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[1]
-        return dy, weight_gradient(bias, partial(_bias_gradient, dy, bias)) if needed else None
+        return dy, weight_gradient(ctx.bias, partial(_bias_gradient, dy, ctx.bias)) if needed else None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.weight
         if not ctx.needs_input_grad[1]:
             return None, None
         return None, weight_gradient(weight, lambda: torch.zeros_like(weight).index_add_(0, ids, dy.to(weight.dtype)))
@@ -312,14 +311,14 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
         xf = x.float()
         inverse = _inverse_rms(xf, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        ctx.zero_centred = zero_centred
+        ctx.save_for_backward(x, inverse)
+        ctx.weight, ctx.zero_centred = weight, zero_centred
         return (xf * inverse).mul_(weight + 1 if zero_centred else weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, weight, inverse = ctx.saved_tensors
+        (x, inverse), weight = ctx.saved_tensors, ctx.weight
         factor = weight + 1 if ctx.zero_centred else weight
         dx, channels = _norm_backward(dy.float(), x.float() * inverse, inverse, factor, ctx.needs_input_grad[1])
         dw = None if channels is None else weight_gradient(weight, lambda: channels.to(weight.dtype))
@@ -350,13 +349,14 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         xf = x.float()
         inverse = _inverse_rms(xf, eps)
-        ctx.save_for_backward(x, gate, weight, inverse)
+        ctx.save_for_backward(x, gate, inverse)
+        ctx.weight = weight
         return (xf * inverse).mul_(weight).mul_(F.silu(gate.reshape(x.shape).float())).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, gate, weight, inverse = ctx.saved_tensors
+        (x, gate, inverse), weight = ctx.saved_tensors, ctx.weight
         dy, unit, opened = dy.float(), x.float() * inverse, gate.reshape(x.shape).float()
         dgate = torch.ops.aten.silu_backward(dy * unit * weight, opened).view(gate.shape)
         dx, channels = _norm_backward(dy * F.silu(opened), unit, inverse, weight, ctx.needs_input_grad[2])

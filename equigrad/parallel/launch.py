@@ -32,7 +32,7 @@ _SHARED_SECONDS, _CAUSE_SECONDS = 10, 3
 
 def launch(workers: int, arguments: Sequence[str]) -> int:
     """Run ``equigrad ARGUMENTS`` as ``workers`` local processes and return the exit code for the shell."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -40,6 +40,8 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    # After a failure torch gives the others 30 seconds of its own, whatever ``shutdown_timeout`` says.
+    PContext.close.__defaults__ = (None, _GRACE_SECONDS)
     with tempfile.TemporaryDirectory(prefix="equigrad-launch-") as folder:
         os.environ[LAUNCH_FOLDER] = folder
         config = LaunchConfig(

@@ -165,7 +165,8 @@ def attention_inputs(tokens: int, heads: int, kv_heads: int, sinks: bool) -> lis
 def test_attention_matches_float64(lengths: tuple[int, ...], window: int | None, kv_heads: int, sinks: bool) -> None:
     inputs = attention_inputs(sum(lengths), 4, kv_heads, sinks)
     reference = attention_reference(lengths, window)
-    assert_same(lambda q, k, v, *s: packed_attention(q, k, v, lengths, window, *s), reference, inputs)
+    # Gradients through softmax are differences of products that may be far larger than what is left of them.
+    assert_same(lambda q, k, v, *s: packed_attention(q, k, v, lengths, window, *s), reference, inputs, 5e-6)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

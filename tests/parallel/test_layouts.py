@@ -283,3 +283,12 @@ def test_divided_experts_keep_other_promises(
 ) -> None:
     """Reduced often, recomputed, or with a lane that has no token and so sends nothing to anybody's experts."""
     check(workers, alone, tmp_path, {"dp_shard": 4, "ep": 2}, SPARSE | changes)
+
+
+@pytest.mark.parametrize("changes", [SPARSE, SINKS, ADAPTED, RECURRENT], ids=["experts", "sinks", "adapters", "states"])
+@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "cp": 2}], ids=str)
+def test_what_is_computed_again_may_have_its_weight_gradients_later(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout, changes: dict[str, Any]
+) -> None:
+    recomputed = changes | {"memory__recompute": "block", "batch__row_tokens": 96}
+    check(workers, alone, tmp_path, layout | {"pp_schedule": "zero_bubble"}, recomputed)

@@ -1,0 +1,73 @@
+"""Sums without an order: operands on grids, and as many bits as leave every partial sum exact.
+
+A float64 sum depends on its order only because additions round. Where all addends are multiples of one power of two,
+the *grid*, and every partial sum stays below 2^53 of it, no addition rounds: any order, any kernel, any number of
+threads or ranks gives the same bits. So operands are rounded to a grid before they are added or multiplied, and the
+grid depends on facts alone that no layout can change: a token's own row, a weight's row or column, or what is known
+before the step.
+
+*Budget.* In a contraction of length L, one operand has entries of at most 2^a grid units in absolute value and the
+other of at most 2^b. Then a product has at most 2^(a + b), and any partial sum, in any order, at most L 2^(a + b). It
+is exact as long as that is at most 2^53, that is a + b + ceil(log2 L) <= 53. L is the length before anything was
+divided.
+"""
+
+from torch import Tensor
+
+from equigrad.numerics.exact.elementary import exponent, power_of_two
+
+MANTISSA = 53
+"""Bits of a float64: integers up to 2^53 are exact."""
+_ROUND = 1.5 * 2.0**52
+
+
+def length_bits(length: int) -> int:
+    """ceil(log2 length): bits by which a sum of so many terms is larger than the largest term."""
+    return max(length - 1, 0).bit_length()
+
+
+def operand_bits(length: int, extra: int = 0) -> tuple[int, int]:
+    """Bits (a, b) of the operands of a contraction of ``length``, the first with ``extra`` more than the second.
+
+    >>> operand_bits(4096)
+    (20, 20)
+    >>> operand_bits(151_936, 9)
+    (22, 13)
+    """
+    second = (MANTISSA - length_bits(length) - extra) // 2
+    return second + extra, second
+
+
+def term_bits(terms: int) -> int:
+    """Bits of the addends of a plain sum of so many."""
+    return MANTISSA - length_bits(terms)
+
+
+def onto(x: Tensor, step: Tensor) -> Tensor:
+    """``x`` float64 rounded to multiples of 2^step, ties to even; ``step`` int64 broadcasts against it.
+
+    ``|x|`` must be below 2^(51 + step); infinite and undefined entries become undefined, and are found at the end of
+    the step as they are in any numerics. Two additions, for between 2^52 and 2^53 float64 has integers alone.
+    """
+    large = _ROUND * power_of_two(step)
+    return (x + large) - large
+
+
+def largest(x: Tensor, dim: int) -> Tensor:
+    """Largest absolute value over ``dim``, which is kept; 0 where there is none. An order-free reduction."""
+    if x.shape[dim]:
+        return x.abs().amax(dim, keepdim=True)
+    return x.sum(dim, keepdim=True)
+
+
+def relative(x: Tensor, bits: int, size: Tensor) -> Tensor:
+    """``x`` on the grid that leaves ``bits`` bits below ``size``, the largest absolute value that shares the grid."""
+    return onto(x, exponent(size) - bits)
+
+
+def sum_last(x: Tensor) -> Tensor:
+    """Exact sum over the last dimension, which is kept, of rows that lie on one rank as a whole. Its error is that of
+    rounding each entry to the grid, L 2^(ceil(log2 L) - 54) of the largest one for rows of length L."""
+    # ``onto`` wants its operands below 2^51 of the grid.
+    bits = min(term_bits(x.shape[-1]), MANTISSA - 2)
+    return relative(x, bits, largest(x, -1)).sum(-1, keepdim=True)
