@@ -41,6 +41,8 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
     model = Decoder(job.model, ops, device, boxes, part, job.lora)
     blocks = model.blocks
     if job.numerics.compile:
+        # Coefficients are constants of the configuration; as inputs they would not reach functions inside a block.
+        torch._dynamo.config.specialize_float = True
         # What these call depends on the lengths of a row's segments: compiled, it would serve no other row.
         ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
         ops.gated_delta_rule = torch.compiler.disable(ops.gated_delta_rule)  # type: ignore[method-assign]

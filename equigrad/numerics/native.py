@@ -183,7 +183,8 @@ def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
 
 
 def _linears(x: Tensor, dtype: torch.dtype, layers: Sequence[Layer], biased: bool = True) -> tuple[Tensor, ...]:
-    scales, operands = [], list[Tensor | None]()
+    scales: list[float] = []
+    operands: list[Tensor | None] = []
     for layer in layers:
         *pair, scale = layer.adapter or (None, None, 1.0)
         operands += [layer.weight, layer.bias if biased else None, *pair]
