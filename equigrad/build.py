@@ -43,11 +43,11 @@ def _build(job: Job, world: World, part: Part) -> Decoder:
     if job.numerics.compile:
         # Coefficients are constants of the configuration; as inputs they would not reach functions inside a block.
         torch._dynamo.config.specialize_float = True
-        # What these call depends on the lengths of a row's segments: compiled, it would serve no other row.
-        ops.attention = torch.compiler.disable(ops.attention)  # type: ignore[method-assign]
-        ops.gated_delta_rule = torch.compiler.disable(ops.gated_delta_rule)  # type: ignore[method-assign]
-        # And what experts compute on the choices of a row's tokens.
-        for name in ("router", "dispatch", "expert_column_linears", "expert_row_linear", "combine"):
+        # What these call depends on the lengths of a row's segments, on the choices of its tokens, or on how they lie
+        # on the tensor ranks: compiled, it would serve no other row.
+        apart = ["attention", "gated_delta_rule", "router", "dispatch", "expert_column_linears", "expert_row_linear"]
+        apart += ["combine", *(["gather", "reduce_scatter"] if world.axis("tp").size > 1 else [])]
+        for name in apart:
             setattr(ops, name, torch.compiler.disable(getattr(ops, name)))
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]

@@ -42,7 +42,7 @@ TORCH_FREE = [
     "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
     "schedule.pipeline", "schedule.division", "schedule.text", "schedule.svg", "commands.schedule",
     "parallel.partition", "parallel.program", "models.parts",
-    "models.specs", "models.huggingface", "memory.estimate",
+    "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),

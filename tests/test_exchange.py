@@ -267,6 +267,7 @@ def test_a_published_gpt_oss_configuration_is_understood() -> None:
 def test_a_published_qwen3_next_configuration_is_understood() -> None:
     """The keys of Qwen/Qwen3-Next-80B-A3B-Instruct, with a rule for its layers; and what a file may leave out."""
     from equigrad.config import load_job
+    from equigrad.errors import UserError
     from equigrad.models.huggingface import from_huggingface
 
     raw = {
@@ -284,7 +285,10 @@ def test_a_published_qwen3_next_configuration_is_understood() -> None:
     }  # fmt: skip
     model = from_huggingface(raw, "config.json")
     preset = load_job(Path(__file__).parents[1] / "configs/qwen3-next-80b-a3b.toml").model
-    assert model == preset
+    assert model.experts is not None
+    assert model.experts.router_aux_loss_coef == 0  # which the file names but does not use
+    balanced = from_huggingface(raw | {"output_router_logits": True}, "config.json")
+    assert balanced == preset
     assert [layer for layer in range(48) if not model.is_linear(layer)] == list(range(3, 48, 4))
     assert model.rotary_size == 64
     implied = ("full_attention_interval", "head_dim", "linear_key_head_dim", "linear_num_value_heads", "num_experts",
@@ -294,6 +298,9 @@ def test_a_published_qwen3_next_configuration_is_understood() -> None:
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     other = from_huggingface(raw | {"num_hidden_layers": 4, "layer_types": kinds}, "config.json")
     assert [other.is_linear(layer) for layer in range(4)] == [True, False, False, True]
+    for wrong in (kinds[:2], ["sliding_attention", *kinds[1:]]):
+        with pytest.raises(UserError, match="do not make 4 layers of a Qwen3-Next"):
+            from_huggingface(raw | {"num_hidden_layers": 4, "layer_types": wrong}, "config.json")
 
 
 def test_modules_for_multi_token_prediction_of_a_qwen3_next_are_left_out(tmp_path: Path) -> None:

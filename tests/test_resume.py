@@ -1,5 +1,6 @@
 """Runs as users meet them: interrupted, killed, resumed, on other layouts. Real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from equigrad.checkpoint.folder import latest
 from equigrad.checkpoint.manifest import read_manifest, verify
 from equigrad.checkpoint.state import read_tensors
 from equigrad.config import Job
+from equigrad.parallel import launch
+from equigrad.parallel.launch import Death
 from tests.jobs import command, environment, start_command, steps_of, summary, tiny_job, train, write_job
 from tests.workers import Workers
 
@@ -256,6 +259,17 @@ def test_a_killed_worker_ends_the_run_within_seconds_and_is_named(tmp_path: Path
     assert "rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err
     assert not children(process.pid)
+
+
+def test_who_was_killed_is_told_from_who_was_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 was killed, rank 0 lost it and said so, rank 2 did not answer and was ended by the launcher."""
+    lost = {"rank": 0, "time": 1000.2, "text": "Connection closed by peer", "user_error": False, "lost_peers": True}
+    (tmp_path / "report-0.json").write_text(json.dumps(lost))
+    assert launch._explain(tmp_path, {0: Death(1, 1000), 1: Death(-9, 1000), 2: Death(-9, 1005)}) == 1
+    told = capsys.readouterr().err
+    assert "rank 1 was killed by SIGKILL" in told
+    assert "ranks [2] did not answer" in told
+    assert "rank 0" not in told
 
 
 def test_workers_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:

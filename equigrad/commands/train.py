@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def _dry_run(job: Job) -> int:
     flops = flops_per_token(job.model, job.data.context / 2, job.lora)
     print(f"# operations        {flops:.3g} per token, forward and backward")
     print(f"# processes         {job.layout.describe()}")
-    parts = {n: getattr(memory, n) for n in ("parameters", "gradients", "optimizer", "activations", "logits")}
+    parts = {name: size for name, size in asdict(memory).items() if size}
     print(f"# memory per rank   {memory.total / 2**20:,.0f} MiB estimated, tensors alone: "
           + ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items()))  # fmt: skip
     return 0

@@ -1,12 +1,13 @@
 """How much memory one rank of a job will need, from its configuration alone. Torch-free; an estimate, not a promise."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from equigrad.config.job import Job
 from equigrad.config.model import Model
 from equigrad.models.parts import Part, cut_into_parts
 from equigrad.models.specs import Spec, parameter_specs
+from equigrad.numerics.budget import WORKING_BYTES, delta_bytes
 
 _OPTIMIZER_BYTES = {"adamw": 8}
 
@@ -20,10 +21,11 @@ class Estimate:
     optimizer: int
     activations: int
     logits: int
+    working: int
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(astuple(self))
 
 
 def estimate(job: Job, alive: Sequence[int] = (1,)) -> Estimate:
@@ -63,7 +65,8 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
         gradients=4 * sum(gradients[n] for n in trained),
         optimizer=_OPTIMIZER_BYTES[job.optim.name] * sum(kept[n] for n in trained),
         activations=max(_activations(job, part, rows) for part in parts),
-        logits=_logits(job) if parts[-1].last else 0,
+        logits=_logits(job, rows) if parts[-1].last else 0,
+        working=max(_working(job, part) for part in parts),
     )
 
 
@@ -73,7 +76,8 @@ def _activations(job: Job, part: Part, rows: int) -> int:
     tokens = -(-job.batch.row_tokens // job.layout.cp)
     blocks = range(part.start, model.all_layers if part.last else part.stop)
     saved = sum(_block_bytes(job, layer) for layer in blocks)
-    if memory.recompute == "none":
+    # Where weight gradients come later, what they need of a block that was computed again is kept until then.
+    if memory.recompute == "none" or (job.layout.pp > 1 and job.layout.pp_schedule == "zero_bubble"):
         return rows * tokens * saved
     again = [layer for number, layer in enumerate(blocks) if number % memory.recompute_every == 0]
     recomputed = sum(_block_bytes(job, layer) for layer in again)
@@ -82,11 +86,23 @@ def _activations(job: Job, part: Part, rows: int) -> int:
     return tokens * (rows * (saved - recomputed + inputs) + alive)
 
 
-def _logits(job: Job) -> int:
-    """Of the row whose loss is being computed."""
+def _working(job: Job, part: Part) -> int:
+    """What the gated delta rule takes while it computes a row, some of its key heads at a time."""
+    linear, layout = job.model.linear_attention, job.layout
+    if linear is None or not any(job.model.is_linear(layer) for layer in range(part.start, part.stop)):
+        return 0
+    # Context ranks exchange tokens for heads: a head has all tokens of the row.
+    of_token = linear.values_per_key * delta_bytes(linear.linear_key_head_dim, linear.linear_value_head_dim)
+    of_head = job.batch.row_tokens * of_token
+    heads = -(-linear.linear_num_key_heads // (layout.tp * layout.cp))
+    return min(heads * of_head, max(of_head, WORKING_BYTES))
+
+
+def _logits(job: Job, rows: int) -> int:
+    """Of the rows whose probabilities wait for the backward pass, or for weight gradients."""
     model = job.model
     tokens, columns = -(-job.batch.row_tokens // job.layout.cp), -(-model.vocabulary // job.layout.tp)
-    return min(4 * tokens * columns, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
+    return rows * min(4 * tokens * columns, job.memory.saved_logits_mb << 20) * (1 + model.mtp_layers)
 
 
 def _block_bytes(job: Job, layer: int) -> int:

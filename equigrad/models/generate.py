@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equigrad.config.model import Model
 from equigrad.errors import UserError
-from equigrad.numerics.cache import KeyValueCache
+from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.ops import Ops
 from equigrad.numerics.random import key, splitmix64
 from equigrad.numerics.row import Row
@@ -68,7 +68,7 @@ def generate(
         return outputs
     lengths = [len(p) for p in prompts]
     first_head, stop_head = part_of(config.kv_heads, tensor.size, tensor.rank)
-    cache = KeyValueCache(
+    cache = DecodingCache(
         len(prompts),
         max(lengths) + max_tokens,
         stop_head - first_head,

@@ -180,7 +180,7 @@ def from_huggingface(raw: dict[str, Any], where: str) -> Model:
     if family == "qwen3_moe":
         values["experts"] = _expert_values(raw)
     if family == "qwen3_next":
-        values |= _qwen3_next_values(raw)
+        values |= _qwen3_next_values(raw, where)
     if family == "gpt_oss":
         values |= {"attention_sinks": True, "experts": _gpt_oss_experts(raw)}
     if family == "qwen3":
@@ -199,12 +199,14 @@ def _expert_values(raw: dict[str, Any]) -> dict[str, Any]:
     defaults = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
                 "router_aux_loss_coef": 0.001}  # fmt: skip
     given = {key: raw[key] for key in _EXPERTS if raw.get(key) is not None}
+    if not raw.get("output_router_logits"):  # the coefficient is there, but not in use
+        given["router_aux_loss_coef"] = 0.0
     if raw.get("num_local_experts") is not None:  # as transformers 5 calls it
         given["num_experts"] = raw["num_local_experts"]
     return defaults | given
 
 
-def _qwen3_next_values(raw: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_next_values(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What only a Qwen3-Next has. Its file lists the kind of every layer, or has a rule for them."""
     rope = raw.get("rope_parameters") or {}
     linear = {key: raw[key] for key in LinearAttention.model_fields}
@@ -215,6 +217,10 @@ def _qwen3_next_values(raw: dict[str, Any]) -> dict[str, Any]:
         "linear_attention": linear,
     }
     if (kinds := raw.get("layer_types")) is not None:
+        unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
+        if unknown or len(kinds) != raw.get("num_hidden_layers"):
+            what = f"layers of the kind {unknown[0]!r}" if unknown else f"{len(kinds)} layer_types"
+            raise UserError(f"{where}: {what} do not make {raw.get('num_hidden_layers')} layers of a Qwen3-Next")
         full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
         every = (full[0] + 1) if full else 0
         if every and full == list(range(every - 1, len(kinds), every)):
@@ -309,8 +315,8 @@ def to_huggingface(config: Model, bos_id: int | None, eos_id: int | None, dtype:
     elif config.experts is not None:
         raw |= {key: getattr(config.experts, key) for key in _EXPERTS}
         window = config.sliding_window
-        raw |= {"attention_bias": config.attention_bias, "output_router_logits": False,
-                "use_sliding_window": window is not None, "sliding_window": window}  # fmt: skip
+        raw |= {"attention_bias": config.attention_bias, "use_sliding_window": window is not None,
+                "sliding_window": window, "output_router_logits": config.experts.router_aux_loss_coef > 0}  # fmt: skip
     else:
         raw |= {"use_sliding_window": config.sliding_window is not None, "sliding_window": config.sliding_window,
                 "layer_types": kinds, "max_window_layers": kinds.count("full_attention")}  # fmt: skip
@@ -326,8 +332,9 @@ def _qwen3_next_raw(config: Model) -> dict[str, Any]:
     kinds = ["linear_attention" if config.is_linear(i) else "full_attention" for i in range(config.num_hidden_layers)]
     raw = linear.model_dump()
     raw |= {"attention_bias": config.attention_bias, "partial_rotary_factor": config.partial_rotary_factor,
-            "layer_types": kinds, "output_router_logits": False, "num_experts": 0}  # fmt: skip
+            "layer_types": kinds, "num_experts": 0}  # fmt: skip
     if experts is not None:
+        raw["output_router_logits"] = experts.router_aux_loss_coef > 0
         raw |= {key: getattr(experts, key) for key in (*_EXPERTS, "shared_expert_intermediate_size")}
     return raw
 

@@ -18,7 +18,7 @@ from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 
 
-class KeyValueCache:
+class DecodingCache:
     """Room for ``sequences`` x ``capacity`` tokens in each layer with attention.
 
     A first row (``prefill``) carries whole prompts as segments; each later row (``step``) one token per sequence.

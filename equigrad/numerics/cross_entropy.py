@@ -99,16 +99,16 @@ class CrossEntropy(torch.autograd.Function):
             logits = logits_of(part, kept[part] if keep else None)
             step = head.errors if keep else head.probabilities
             loss[part] = step(logits, labels[part])[1]
-        ctx.save_for_backward(xq, weight, labels, kept, lowq, b)
-        ctx.x_dtype, ctx.head, ctx.keep = x.dtype, head, keep
+        ctx.save_for_backward(xq, labels, kept, lowq)
+        ctx.weight, ctx.b, ctx.x_dtype, ctx.head, ctx.keep = weight, b, x.dtype, head, keep
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, _, _, needs_low, needs_b = ctx.needs_input_grad
-        _, weight, _, _, _, b = ctx.saved_tensors
-        gradients = partial(_head_gradients, ctx.saved_tensors, ctx.keep, ctx.head, dloss)
+        weight, b = ctx.weight, ctx.b
+        gradients = partial(_head_gradients, ctx.saved_tensors, weight, b, ctx.keep, ctx.head, dloss)
         weight_later, b_later = (n and is_deferred(of) for n, of in ((needs_weight, weight), (needs_b, b)))
         now = (needs_x, needs_weight and not weight_later, needs_low, needs_b and not b_later)
         dx, dw, dlow, db = gradients(now)
@@ -137,21 +137,28 @@ def _logits(
 
 
 def _head_gradients(
-    saved: tuple[Tensor, ...], keep: bool, head: Head, dloss: Tensor, needs: tuple[bool, bool, bool, bool]
+    saved: tuple[Tensor, ...],
+    weight: Tensor,
+    b: Tensor | None,
+    keep: bool,
+    head: Head,
+    dloss: Tensor,
+    needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a cross-entropy that are needed: of the input (float32) and of the weight, and of what an adapter
     made of the input (float32) and of its second matrix."""
-    xq, weight, labels, kept, lowq, b = saved
+    xq, labels, kept, lowq = saved
     logits_of, d = _logits(xq, weight, lowq, b), dloss[:, None]
     gradients: list[Tensor | None] = []
     products = []
     # An input and the weight that makes logits of it, and the same of an adapter.
     for x, w, needs_x, needs_w in ((xq, weight, *needs[:2]), (lowq, b, *needs[2:])):
-        dx = torch.empty(x.shape, device=x.device) if needs_x else None
-        dw = torch.zeros_like(w) if needs_w else None
-        gradients += [dx, dw]
-        if needs_x or needs_w:
+        dx = dw = None
+        if w is not None and (needs_x or needs_w):
+            dx = torch.empty(x.shape, device=x.device) if needs_x else None
+            dw = torch.zeros_like(w) if needs_w else None
             products.append((dx, dw, w.to(xq.dtype).t(), (x * d).to(xq.dtype)))
+        gradients += [dx, dw]
     # What is kept needs no chunks: each would read and write the weight's whole gradient once more.
     for part in [slice(None)] if keep else head.chunks(len(labels)):
         if keep:

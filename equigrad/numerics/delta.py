@@ -13,7 +13,7 @@ In shapes: T tokens, h key heads, r value heads to each; n chunks of C tokens; K
 value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from equigrad.numerics.budget import WORKING_BYTES, delta_bytes
 from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.ops import DeltaLayer
 from equigrad.parallel.partition import Range
@@ -63,7 +64,7 @@ def gated_delta_rule(
     return _GatedDeltaRule.apply(x, rates, *weights, layer, lengths, heads or (0, x.shape[1]))
 
 
-class _Groups(NamedTuple):
+class _Tiling(NamedTuple):
     """Where the tokens of a row are.
 
     behind:   [T] int64, their places where kernel - 1 zeros stand before each segment
@@ -84,7 +85,7 @@ class _Groups(NamedTuple):
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
-def _groups(lengths: tuple[int, ...], kernel: int, device: torch.device) -> _Groups:
+def _tiling(lengths: tuple[int, ...], kernel: int, device: torch.device) -> _Tiling:
     """Made once for all layers of a row."""
     starts = list(accumulate(lengths, initial=0))
     order = sorted(range(len(lengths)), key=lambda n: -(lengths[n] // _CHUNK))
@@ -107,45 +108,45 @@ def _groups(lengths: tuple[int, ...], kernel: int, device: torch.device) -> _Gro
     chunks = firsts[:, None] + torch.arange(_CHUNK)
     sequence = torch.tensor(order, dtype=torch.int64, device=device)
     counts = tuple(map(len, rounds))
-    return _Groups(behind.to(device), chunks.to(device), counts, tuple(rest), tuple(segments), sequence)
+    return _Tiling(behind.to(device), chunks.to(device), counts, tuple(rest), tuple(segments), sequence)
 
 
 # The convolution. Before each segment stand kernel - 1 zeros, so that all of it is a sum of shifted rows.
 
 
-def _spread(x: Tensor, groups: _Groups, kernel: int, after: int = 0) -> Tensor:
+def _spread(x: Tensor, tiling: _Tiling, kernel: int, after: int = 0) -> Tensor:
     """``x`` [T, ...] with its zeros, and as many as asked for ``after`` it, float32."""
-    rows = len(x) + (kernel - 1) * len(groups.order) + after
-    return x.new_zeros(rows, *x.shape[1:], dtype=torch.float32).index_copy_(0, groups.behind, x.float())
+    rows = len(x) + (kernel - 1) * len(tiling.order) + after
+    return x.new_zeros(rows, *x.shape[1:], dtype=torch.float32).index_copy_(0, tiling.behind, x.float())
 
 
-def _convolve(x: Tensor, taps: Tensor, groups: _Groups) -> Tensor:
+def _convolve(x: Tensor, taps: Tensor, tiling: _Tiling) -> Tensor:
     """[T, h, F] float32 of ``x`` [T, h, F] and ``taps`` [kernel, h, F]."""
     kernel = len(taps)
-    spread = _spread(x, groups, kernel)
+    spread = _spread(x, tiling, kernel)
     rows = len(spread) - kernel + 1
     total = spread[:rows] * taps[0]
     for shift in range(1, kernel):
         total.addcmul_(spread[shift : shift + rows], taps[shift])
-    return total.index_select(0, groups.behind - kernel + 1)
+    return total.index_select(0, tiling.behind - kernel + 1)
 
 
-def _convolve_backward(dy: Tensor, taps: Tensor, groups: _Groups) -> Tensor:
+def _convolve_backward(dy: Tensor, taps: Tensor, tiling: _Tiling) -> Tensor:
     """The gradient of ``x``."""
     kernel = len(taps)
-    spread = _spread(dy, groups, kernel, kernel - 1)
+    spread = _spread(dy, tiling, kernel, kernel - 1)
     rows = len(spread) - kernel + 1
     total = spread[:rows] * taps[-1]
     for shift in range(1, kernel):
         total.addcmul_(spread[shift : shift + rows], taps[-1 - shift])
-    return total.index_select(0, groups.behind)
+    return total.index_select(0, tiling.behind)
 
 
-def _kernel_gradient(dy: Tensor, x: Tensor, groups: _Groups, like: Tensor, heads: Range) -> Tensor:
+def _kernel_gradient(dy: Tensor, x: Tensor, tiling: _Tiling, like: Tensor, heads: Range) -> Tensor:
     """Of one of the three kernels ``like`` [features, 1, kernel], from its part of ``dy`` and ``x`` [T, h, features a
     head]; zero for the heads that are not here."""
     kernel = like.shape[2]
-    dy, x = (_spread(t, groups, kernel) for t in (dy, x))
+    dy, x = (_spread(t, tiling, kernel) for t in (dy, x))
     rows = len(x) - kernel + 1
     gradient = torch.zeros_like(like)
     view = gradient.view(-1, dy.shape[2], kernel)[slice(*heads)]
@@ -306,30 +307,30 @@ class _Chunks:
 # The rule over the row.
 
 
-def _tiles(groups: _Groups) -> list[tuple[Tensor, Tensor | None]]:
+def _tiles(tiling: _Tiling) -> list[tuple[Tensor, Tensor | None]]:
     """The whole chunks, and then what remains of segments, each with the segments it is of."""
-    return [(groups.chunks, None), *zip(groups.rest, groups.segments, strict=True)]
+    return [(tiling.chunks, None), *zip(tiling.rest, tiling.segments, strict=True)]
 
 
-def _rounds(groups: _Groups) -> list[tuple[int, slice]]:
+def _rounds(tiling: _Tiling) -> list[tuple[int, slice]]:
     """The whole chunks that are computed at the same time: of how many segments, and which."""
-    stops = list(accumulate(groups.counts))
-    return [(count, slice(stop - count, stop)) for count, stop in zip(groups.counts, stops, strict=True)]
+    stops = list(accumulate(tiling.counts))
+    return [(count, slice(stop - count, stop)) for count, stop in zip(tiling.counts, stops, strict=True)]
 
 
-def _scan(features: Tensor, groups: _Groups, layer: DeltaLayer) -> tuple[Tensor, list[Tensor], Tensor]:
+def _scan(features: Tensor, tiling: _Tiling, layer: DeltaLayer) -> tuple[Tensor, list[Tensor], Tensor]:
     """The output [T, h, r, V], the state with which each chunk begins, a tensor for each of the tiles, and the state
     after each segment, [segments, h, r, K, V]."""
     tokens, heads, _ = features.shape
     shape = heads, layer.values, layer.key_dim, layer.value_dim
     features = torch.cat([features, features.new_zeros(1, *features.shape[1:])])
-    state = features.new_zeros(len(groups.order), *shape)
+    state = features.new_zeros(len(tiling.order), *shape)
     out, begun = features.new_empty(tokens + 1, heads, layer.values, layer.value_dim), []
-    for index, segments in _tiles(groups):
+    for index, segments in _tiles(tiling):
         chunks = _Chunks(features, index, layer)
         if segments is None:
             first = state.new_empty(len(index), *shape)
-            for count, now in _rounds(groups):
+            for count, now in _rounds(tiling):
                 first[now] = state[:count]
                 state[:count] = chunks.of_round(now, first[now])
         else:
@@ -341,24 +342,34 @@ def _scan(features: Tensor, groups: _Groups, layer: DeltaLayer) -> tuple[Tensor,
 
 
 def _scan_backward(
-    dout: Tensor, features: Tensor, begun: Sequence[Tensor], groups: _Groups, layer: DeltaLayer
+    dout: Tensor, features: Tensor, begun: Sequence[Tensor], tiling: _Tiling, layer: DeltaLayer
 ) -> Tensor:
     """The gradient of the features."""
     dout, features = (torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in (dout, features))
     dfeatures = torch.empty_like(features)
-    dstate = begun[0].new_zeros(len(groups.order), *begun[0].shape[1:])
-    for (index, segments), first in reversed(list(zip(_tiles(groups), begun, strict=True))):
+    dstate = begun[0].new_zeros(len(tiling.order), *begun[0].shape[1:])
+    for (index, segments), first in reversed(list(zip(_tiles(tiling), begun, strict=True))):
         chunks = _Chunks(features, index, layer)
         own = dout.index_select(0, index.flatten()).unflatten(0, index.shape).permute(0, 2, 3, 1, 4)
         dfirst, dlast = chunks.state_gradient(own), torch.zeros_like(first)
         if segments is None:
-            for count, now in reversed(_rounds(groups)):
+            for count, now in reversed(_rounds(tiling)):
                 dlast[now] = dstate[:count]
                 dstate[:count] = dfirst[now] + chunks.of_round_backward(now, dlast[now])
         else:
             dstate[segments] = dfirst
         dfeatures.index_copy_(0, index.flatten(), chunks.backward(first, own, dlast).flatten(0, 1))
     return dfeatures[:-1]
+
+
+def _few_heads(x: Tensor, layer: DeltaLayer, heads: Range) -> Iterator[tuple[slice, Range]]:
+    """Key heads of ``x`` [T, h, ...] to compute at a time, and which of the weights' they are. They have nothing to do
+    with each other; all at once, the tiles of a long row would be many times what is kept of it."""
+    of_head = len(x) * layer.values * delta_bytes(layer.key_dim, layer.value_dim)
+    most = max(1, WORKING_BYTES // max(1, of_head))
+    for start in range(0, max(x.shape[1], 1), most):
+        stop = min(start + most, x.shape[1])
+        yield slice(start, stop), (heads[0] + start, heads[0] + stop)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -368,31 +379,38 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rates: Tensor, *rest: Any) -> Tensor:
         *own, layer, lengths, heads = rest
         weights = Weights(*own)
-        groups = _groups(lengths, weights.kernel, x.device)
-        mixed = _convolve(x, weights.taps(layer, heads), groups)
-        out, begun, _ = _scan(_tokens(mixed, rates, weights, layer, heads).features, groups, layer)
+        tiling = _tiling(lengths, weights.kernel, x.device)
+        outputs, begun = [], []
+        for some, which in _few_heads(x, layer, heads):
+            mixed = _convolve(x[:, some], weights.taps(layer, which), tiling)
+            out, first, _ = _scan(_tokens(mixed, rates[:, some], weights, layer, which).features, tiling, layer)
+            outputs.append(out)
+            begun += first
         ctx.save_for_backward(x, rates, *begun)
-        ctx.weights, ctx.layer, ctx.groups, ctx.heads = weights, layer, groups, heads
-        return out.flatten(1, 2).to(x.dtype)
+        ctx.weights, ctx.layer, ctx.tiling, ctx.heads = weights, layer, tiling, heads
+        return torch.cat(outputs, 1).flatten(1, 2).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, rates, *begun = ctx.saved_tensors
-        weights, layer, groups, heads = ctx.weights, ctx.layer, ctx.groups, ctx.heads
-        taps = weights.taps(layer, heads)
-        tokens = _tokens(_convolve(x, taps, groups), rates, weights, layer, heads)
-        dout = dout.float().unflatten(1, (x.shape[1], layer.values))
-        dfeatures = _scan_backward(dout, tokens.features, begun, groups, layer)
-        dmixed, drates, *of_rates = _tokens_backward(dfeatures, tokens, weights, layer, heads)
+        weights, layer, tiling, heads = ctx.weights, ctx.layer, ctx.tiling, ctx.heads
+        dout, tiles, parts = dout.unflatten(1, (x.shape[1], layer.values)), len(_tiles(tiling)), []
+        for number, (some, which) in enumerate(_few_heads(x, layer, heads)):
+            mixed = _convolve(x[:, some], weights.taps(layer, which), tiling)
+            tokens = _tokens(mixed, rates[:, some], weights, layer, which)
+            first = begun[number * tiles : (number + 1) * tiles]
+            dfeatures = _scan_backward(dout[:, some].float(), tokens.features, first, tiling, layer)
+            parts.append(_tokens_backward(dfeatures, tokens, weights, layer, which))
+        dmixed, drates, *of_rates = (torch.cat(of_heads, 1) for of_heads in zip(*parts, strict=True))
         computed = [
-            partial(_kernel_gradient, d, part, groups, like, heads)
+            partial(_kernel_gradient, d, part, tiling, like, heads)
             for d, part, like in zip(_apart(dmixed, layer), _apart(x, layer), weights, strict=False)
         ]
         computed += [partial(_rate_gradient, d, like, heads) for d, like in zip(of_rates, weights[3:], strict=True)]
         each = zip(weights, computed, ctx.needs_input_grad[2:7], strict=True)
         gradients = [weight_gradient(of, compute) if needed else None for of, compute, needed in each]
-        dx = _convolve_backward(dmixed, taps, groups).to(x.dtype)
+        dx = _convolve_backward(dmixed, weights.taps(layer, heads), tiling).to(x.dtype)
         return (dx, drates.to(rates.dtype), *gradients, None, None, None)
 
 
@@ -405,13 +423,13 @@ def prefill(
     """The rule's output, and for ``step`` the last kernel - 1 inputs of the convolution of each segment, [segments,
     kernel - 1, h, F] float32, and its state [segments, h, r, K, V]."""
     heads, kernel = (0, x.shape[1]), weights.kernel
-    groups = _groups(lengths, kernel, x.device)
-    mixed = _convolve(x, weights.taps(layer, heads), groups)
-    out, _, last = _scan(_tokens(mixed, rates, weights, layer, heads).features, groups, layer)
-    state = torch.empty_like(last).index_copy_(0, groups.order, last)
+    tiling = _tiling(lengths, kernel, x.device)
+    mixed = _convolve(x, weights.taps(layer, heads), tiling)
+    out, _, last = _scan(_tokens(mixed, rates, weights, layer, heads).features, tiling, layer)
+    state = torch.empty_like(last).index_copy_(0, tiling.order, last)
     ends = torch.tensor(lengths, device=x.device).cumsum(0) - 1
     back = torch.arange(kernel - 1, device=x.device) - (kernel - 2)
-    window = _spread(x, groups, kernel)[groups.behind[ends][:, None] + back]
+    window = _spread(x, tiling, kernel)[tiling.behind[ends][:, None] + back]
     return out.flatten(1, 2).to(x.dtype), window, state
 
 

@@ -32,6 +32,9 @@ from equigrad.parallel.partition import Partition
 class NativeOps:
     """See ``equigrad.numerics.ops.Ops`` for shapes and meaning."""
 
+    # Of the tensor ranks; here, so that they can be kept out of compiled blocks.
+    gather, reduce_scatter = staticmethod(gather), staticmethod(reduce_scatter)
+
     def __init__(self, dtype: torch.dtype = torch.float32, saved_logits_bytes: int = 256 << 20) -> None:
         self.dtype = dtype
         self.saved_logits_bytes = saved_logits_bytes
@@ -42,16 +45,16 @@ class NativeOps:
         first, stop = row.tensor.share(vocabulary)
         known = (ids >= first) & (ids < stop)
         found = _Embedding.apply((ids - first).where(known, 0), layer.weight)
-        return reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
+        return self.reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
 
     def column_linears(self, x: Tensor, layers: Sequence[Layer], row: Row) -> tuple[Tensor, ...]:
-        return _linears(gather(x, row.tensor), self.dtype, layers)
+        return _linears(self.gather(x, row.tensor), self.dtype, layers)
 
     def row_linear(self, x: Tensor, layer: Layer, row: Row) -> Tensor:
         if row.tensor is None:
             return _linears(x, self.dtype, [layer])[0]
         # A rank's part of ``x`` times its part of ``a`` is a part of a sum, and so is that times the whole ``b``.
-        y = reduce_scatter(_linears(x, self.dtype, [layer], biased=False)[0], row.tensor)
+        y = self.reduce_scatter(_linears(x, self.dtype, [layer], biased=False)[0], row.tensor)
         return y if layer.bias is None else _Bias.apply(y, layer.bias)
 
     def joined_linear(self, a: Tensor, b: Tensor, layer: Layer, row: Row) -> Tensor:
@@ -119,8 +122,8 @@ class NativeOps:
     def dispatch(self, x: Tensor, routes: Routes, row: Row) -> tuple[Tensor, Dispatch]:
         # Tensor ranks cut every expert, so each needs all tokens. They are gathered before they are copied, once and
         # not k times; the price is that each tensor rank sends all of them to the other expert ranks.
-        chosen = gather(routes.experts, row.tensor)
-        return dispatch(gather(x, row.tensor), chosen, len(routes.load.counts), self.dtype, row.experts)
+        chosen = self.gather(routes.experts, row.tensor)
+        return dispatch(self.gather(x, row.tensor), chosen, len(routes.load.counts), self.dtype, row.experts)
 
     def expert_column_linears(self, x: Tensor, layers: Sequence[Layer], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
         return expert_linears(x, layers, at, True)
@@ -130,7 +133,8 @@ class NativeOps:
         return expert_linears(x, [layer], at, row.tensor is None or row.tensor.rank == 0)[0]
 
     def combine(self, x: Tensor, routes: Routes, at: Dispatch, row: Row) -> Tensor:
-        return reduce_scatter(combine(x, gather(routes.weights, row.tensor), at, row.experts), row.tensor)
+        weights = self.gather(routes.weights, row.tensor)
+        return self.reduce_scatter(combine(x, weights, at, row.experts), row.tensor)
 
     def token_gate(self, x: Tensor, layer: Layer, y: Tensor, row: Row) -> Tensor:
         return TokenGate.apply(x, layer.weight, y)
@@ -142,11 +146,11 @@ class NativeOps:
         return _Fork.apply(x)
 
     def logits(self, x: Tensor, layer: Layer, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
-        y = _linears(_at(x, at, row), self.dtype, [layer])[0]
+        y = _linears(self._at(x, at, row), self.dtype, [layer])[0]
         if row.tensor is None:
             return y
         columns = Partition.contiguous(vocabulary, len(row.tensor.partition.ranges))
-        return gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
+        return self.gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
     def cross_entropy(
         self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
@@ -155,18 +159,17 @@ class NativeOps:
         # Asked here: inside a function's forward gradients are always off, and inputs say that they need one.
         budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
         head = Head(self.dtype, budget, vocabulary, row.tensor, 1.0 if adapter is None else adapter.scale)
-        x = _at(x, at, row)
+        x = self._at(x, at, row)
         if adapter is None:
             return CrossEntropy.apply(x, layer.weight, labels, head, None, None)
         x, branch = _Fork.apply(x)
         (low,) = _Linears.apply(branch, self.dtype, (1.0,), adapter.a, None, None, None)
         return CrossEntropy.apply(x, layer.weight, labels, head, low, adapter.b)
 
-
-def _at(x: Tensor, at: Tensor | None, row: Row) -> Tensor:
-    """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
-    x = gather(x, row.tensor)
-    return x if at is None else _Select.apply(x, at)
+    def _at(self, x: Tensor, at: Tensor | None, row: Row) -> Tensor:
+        """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
+        x = self.gather(x, row.tensor)
+        return x if at is None else _Select.apply(x, at)
 
 
 # Gradients of a product, apart from each other: what a split-backward pipeline schedule calls at different times.

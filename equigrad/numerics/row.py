@@ -18,7 +18,7 @@ from equigrad.parallel.collectives import ALONE, Axis, Split
 from equigrad.parallel.partition import Partition
 
 if TYPE_CHECKING:
-    from equigrad.numerics.cache import KeyValueCache
+    from equigrad.numerics.cache import DecodingCache
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
 
     lengths: tuple[int, ...]
     positions: Tensor
-    cache: "KeyValueCache | None" = field(default=None, compare=False)
+    cache: "DecodingCache | None" = field(default=None, compare=False)
     context: Split | None = None
     tensor: Split | None = None
     strategy: ContextStrategy = "ring"

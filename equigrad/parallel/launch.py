@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from equigrad.errors import UserError
 from equigrad.files import in_one_piece
@@ -28,6 +29,13 @@ _GRACE_SECONDS = 5
 # How long a rank that is not the cause waits for another one to tell it, where there is no launcher: where rank 0 tells
 # for all, and where there may be no other.
 _SHARED_SECONDS, _CAUSE_SECONDS = 10, 3
+
+
+class Death(NamedTuple):
+    """How a worker ended, and when: seconds since the epoch, whole ones."""
+
+    code: int
+    time: int
 
 
 def launch(workers: int, arguments: Sequence[str]) -> int:
@@ -63,7 +71,7 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
             elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
             return 0
         except ChildFailedError as failure:
-            deaths = {rank: f.exitcode for rank, f in failure.failures.items()}
+            deaths = {rank: Death(f.exitcode, f.timestamp) for rank, f in failure.failures.items()}
             return _explain(Path(folder), deaths)
         finally:
             for number, handler in handlers.items():
@@ -80,20 +88,21 @@ def _forward(folder: Path) -> None:
             os.kill(int(file.read_text()), signal.SIGTERM)
 
 
-def _explain(folder: Path, deaths: dict[int, int]) -> int:
+def _explain(folder: Path, deaths: dict[int, Death]) -> int:
     """Show the failure that came first, once. Returns 2 if the user can mend it, else 1."""
-    if (folder / _STOP).exists() and all(code == -signal.SIGTERM for code in deaths.values()):
+    if (folder / _STOP).exists() and all(death.code == -signal.SIGTERM for death in deaths.values()):
         print("stopped before the first step; nothing was saved")
         return 0
     reports = [json.loads(file.read_text()) for file in folder.glob("report-*.json")]
     # Whoever lost its peers is a victim; a worker killed by a signal left no report and is the cause.
     causes = sorted((r for r in reports if not r["lost_peers"]), key=lambda r: r["time"])
     reported = {r["rank"] for r in reports}
-    killed = [
-        rank for rank, code in sorted(deaths.items()) if rank not in reported and code not in (0, -signal.SIGTERM)
-    ]
-    silent = bool(reports) and time.time() - min(r["time"] for r in reports) >= _GRACE_SECONDS
-    if not causes and (silent or not killed):  # who was silent until the launcher killed it is no cause known here
+    # Who did not answer until the launcher killed it is no cause known here.
+    late = min(death.time for death in deaths.values()) + _GRACE_SECONDS - 1
+    silent = [rank for rank, death in sorted(deaths.items()) if death.code == -signal.SIGKILL and death.time >= late]
+    answered = {rank: death.code for rank, death in sorted(deaths.items()) if rank not in silent}
+    killed = [rank for rank, code in answered.items() if rank not in reported and code not in (0, -signal.SIGTERM)]
+    if not causes and not killed:
         causes = sorted(reports, key=lambda r: r["time"])
     if causes:
         first = causes[0]
@@ -101,13 +110,13 @@ def _explain(folder: Path, deaths: dict[int, int]) -> int:
             print(f"equigrad: error: {first['text']}", file=sys.stderr)
             return 2
         print(f"equigrad: rank {first['rank']} failed:\n{first['text']}", file=sys.stderr)
-        if killed and silent:
-            print(f"equigrad: ranks {killed} did not answer and were ended", file=sys.stderr)
-        return 1
-    for rank in killed or sorted(deaths)[:1]:
-        code = deaths[rank]
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        print(f"equigrad: rank {rank} {how}; the run has ended", file=sys.stderr)
+    else:
+        for rank in killed or sorted(deaths)[:1]:
+            code = deaths[rank].code
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            print(f"equigrad: rank {rank} {how}; the run has ended", file=sys.stderr)
+    if silent:
+        print(f"equigrad: ranks {silent} did not answer and were ended", file=sys.stderr)
     return 1
 
 

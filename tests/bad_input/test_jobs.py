@@ -174,3 +174,8 @@ def test_a_schedule_that_cannot_be_drawn_is_refused(bad: Bad) -> None:
     assert "no job file at nothing.toml" in bad("schedule", "nothing.toml")
     assert "layout.tp can be at most 2" in bad("schedule", job(), "--layout.tp", "3")
     assert "cannot write good.txt/a.svg" in bad("schedule", job(), "--svg", "good.txt/a.svg")
+
+
+def test_compiled_blocks_and_deferred_weight_gradients_do_not_go_together(bad: Bad) -> None:
+    words = ["--layout.pp", "2", "--layout.pp_schedule", "zero_bubble", "--numerics.compile", "true"]
+    assert "does not go with layout.pp_schedule" in bad("train", job(), *words)

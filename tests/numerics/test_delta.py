@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from equigrad.numerics import delta
-from equigrad.numerics.cache import KeyValueCache
+from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import DeltaLayer
@@ -131,7 +131,7 @@ def test_decoding_with_a_cache_goes_on_as_the_whole_row(shape: Shape) -> None:
     given = [x.detach() for x in inputs(sum(whole), shape)]
     expected = rule(shape, Row.of(whole), *given)
     ends = torch.tensor(whole).cumsum(0)
-    cache = KeyValueCache(len(lengths), max(whole), 1, 8, torch.float32, torch.device("cpu"))
+    cache = DecodingCache(len(lengths), max(whole), 1, 8, torch.float32, torch.device("cpu"))
     at = torch.cat([torch.arange(e - n, e - new) for e, n in zip(ends.tolist(), whole, strict=True)])
     row, kept = cache.prefill(list(lengths)), torch.arange(len(lengths))
     for left in range(new, -1, -1):
@@ -208,3 +208,15 @@ def test_what_is_beyond_the_table_is_not_rotated() -> None:
         return torch.cat([turned.real, turned.imag, x[..., 4:]], -1)
 
     assert_same(lambda x: ops.rotary(x, table, row), partly, [x])
+
+
+def test_a_few_heads_at_a_time_are_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, lengths, found = SHAPES[1], (130, 1, 64), []
+    for budget in (1 << 40, 1):
+        monkeypatch.setattr(delta, "WORKING_BYTES", budget)
+        given = inputs(sum(lengths), shape)
+        out = rule(shape, Row.of(lengths), *given)
+        out.square().sum().backward()
+        found.append([out.detach(), *(x.grad for x in given)])
+    for few, all_ in zip(*found, strict=True):
+        torch.testing.assert_close(few, all_, rtol=0, atol=1e-6 * float(all_.abs().max()))

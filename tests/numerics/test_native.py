@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from equigrad.numerics import attention
 from equigrad.numerics.attention import packed_attention
-from equigrad.numerics.cache import KeyValueCache
+from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import AttentionLayer
@@ -227,7 +227,7 @@ def test_decoding_with_a_cache_attends_as_the_whole_row(window: int | None, kv_h
         q, k, v, *s = attention_inputs(sum(whole), 4, kv_heads, sinks)
         ends = torch.tensor(whole).cumsum(0)
         expected = packed_attention(q, k, v, whole, window, *s)
-        cache = KeyValueCache(3, 11, kv_heads, 8, torch.float32, torch.device("cpu"))
+        cache = DecodingCache(3, 11, kv_heads, 8, torch.float32, torch.device("cpu"))
         rows = [cache.prefill(list(lengths)), *(cache.step for _ in range(new))]
         at = torch.cat([torch.arange(end - n, end - new) for end, n in zip(ends.tolist(), whole, strict=True)])
         for left, row in zip(range(new, -1, -1), rows, strict=True):

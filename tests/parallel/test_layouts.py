@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from equigrad.execution import WholeModel
 from equigrad.models.generate import generate
@@ -185,7 +188,7 @@ def test_sinks_windows_and_biased_experts_in_a_layout_are_one_process(
 
 @pytest.mark.parametrize("layout", ADAPTED_LAYOUTS, ids=str)
 def test_a_layout_of_adapters_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
-    check(workers, alone, tmp_path, layout, ADAPTED)
+    check(workers, alone, tmp_path, layout, ADAPTED, ROWS)
 
 
 def test_adapters_beside_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
@@ -212,7 +215,7 @@ def test_adapters_keep_other_promises(alone: Any, tmp_path: Path) -> None:
 def test_a_layout_of_multi_token_prediction_is_one_process(
     workers: Pools, alone: Any, tmp_path: Path, layout: Layout
 ) -> None:
-    check(workers, alone, tmp_path, layout, FURTHER)
+    check(workers, alone, tmp_path, layout, FURTHER, ROWS)
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "pp_schedule": "zero_bubble"}, {"dp_shard": 2, "ep": 2}], ids=str)
@@ -292,3 +295,19 @@ def test_what_is_computed_again_may_have_its_weight_gradients_later(
 ) -> None:
     recomputed = changes | {"memory__recompute": "block", "batch__row_tokens": 96}
     check(workers, alone, tmp_path, layout | {"pp_schedule": "zero_bubble"}, recomputed)
+
+
+def _compiled_steps(*args: Any) -> Outcome:
+    """Traced, but not turned into machine code, which takes a while and is the same on all layouts."""
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        return three_steps(*args)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"dp_shard": 2}], ids=str)
+def test_compiled_blocks_in_a_layout_are_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    changes = {"model__qk_norm": True, "model__initializer_range": 0.05}
+    compiled = changes | {"numerics__compile": True}
+    for rank, many in enumerate(workers(2).run(_compiled_steps, layout, compiled, tmp_path, RECURRENT_ROWS)):
+        same(many, alone(changes, RECURRENT_ROWS), rank)
