@@ -1,12 +1,13 @@
 """Tiny jobs for tests, and ways to run them: in this process, on a pool of ranks, or as the real command."""
 
+import io
 import json
 import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,15 @@ def command(*words: str | Path, env: dict[str, str] | None = None, timeout: floa
         timeout=timeout,
         env=environment(env),
     )
+
+
+def inside(*words: str | Path) -> str:
+    """``equigrad WORDS`` in this process: what it prints, or an error if it fails."""
+    from equigrad.cli import main
+
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(list(map(str, words))) == 0
+    return out.getvalue()
 
 
 def start_command(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen:

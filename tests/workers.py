@@ -51,7 +51,9 @@ class Workers:
     """A pool of ``size`` ranks. ``run(f, *args)`` calls ``f`` on every rank; ``f`` is a module-level function."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        # Ranks are forked from a process that has loaded everything and done nothing, once for all pools.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "tests.jobs"])
         self.size, self._folder, self.alive = size, tempfile.TemporaryDirectory(), True
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
