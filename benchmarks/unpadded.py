@@ -54,7 +54,8 @@ def padded(row: list[Sample], multiple: int) -> list[Sample]:
 class Meter:
     """Bytes that this rank hands to each collective."""
 
-    NAMES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "batch_isend_irecv")
+    NAMES = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "all_reduce",
+             "batch_isend_irecv")  # fmt: skip
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}

@@ -35,8 +35,10 @@ def find_weights(path: str | Path) -> Weights:
         checkpoint = folder.resolve()  # `.` and links have no parents to go by
         run = Run(checkpoint.parent.parent)
     else:
+        adapters = (folder / "adapter_config.json").exists()
         raise UserError(
             f"{folder} has neither config.json (a model), job.toml (a run) nor manifest.json (a checkpoint)"
+            + ("; adapters alone are not read: name the run that trained them" if adapters else "")
         )
     job = run.job()
     model = job.model.model_copy(update={"weights": None})

@@ -447,3 +447,48 @@ def test_sinks_and_biased_experts_belong_to_gpt_oss(name: str) -> None:
         biased = other.experts.model_copy(update={"bias": True, "activation": "clamped_swiglu"})
         with pytest.raises(UserError, match=r"experts\.bias = True, experts\.activation = clamped_swiglu"):
             to_huggingface(other.model_copy(update={"experts": biased}), None, None, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next"])
+def test_adapters_that_peft_would_put_elsewhere_are_not_exported(name: str) -> None:
+    """It has a rule of its own for the names of experts in these families, which takes dense and shared layers too."""
+    from equigrad.config.lora import Lora
+    from equigrad.errors import UserError
+    from equigrad.models.huggingface import to_peft
+
+    config = make(name).model_copy(update={"experts": None})
+    with pytest.raises(UserError, match="export them merged"):
+        to_peft(config, Lora(rank=2), None)
+    assert to_peft(config, Lora(rank=2, targets=["q_proj"]), None)["target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"layer_types": 5}, {"layer_types": [[1]] * 4}, {"rope_parameters": 5}, {"rope_parameters": {"rope_theta": "x"}},
+     {"quantization_config": "fp8"}, {"model_type": ["a"]}],
+    ids=str,
+)  # fmt: skip
+def test_values_of_another_kind_are_told_and_not_raised(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    from equigrad.errors import UserError
+    from equigrad.models.huggingface import read_config, to_huggingface
+
+    raw = to_huggingface(make("qwen3-next"), None, None, "float32") | wrong
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_floats_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: torch.dtype
+) -> None:
+    from equigrad.cli import main
+
+    model = build(make("llama"))
+    reference(model.config, model).save_pretrained(tmp_path / "in")
+    file = tmp_path / "in/model.safetensors"
+    damaged = load_file(file)
+    damaged["model.norm.weight"] = damaged["model.norm.weight"].to(kind)
+    save_file(damaged, file, metadata={"format": "pt"})
+    assert main(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    assert "model.norm.weight is stored as" in capsys.readouterr().err

@@ -29,6 +29,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def load_weights(weights: Weights, parameters: Mapping[str, Placed]) -> None:
     """Fill the local parameters from a Hugging Face folder or from a checkpoint, whatever layout wrote it. What
     the weights do not have (adapters, modules for multi-token prediction) stays as it is.
@@ -58,7 +61,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         try:
             names = json.loads(index.read_text())["weight_map"]
             files = {name: folder / file for name, file in names.items()}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not a valid index of weights: {error}") from None
         missing = sorted({path.name for path in files.values() if not path.exists()})
         if missing:
@@ -218,7 +221,10 @@ def _fill(placed: Placed, stored: _Stored, where: str) -> None:
             return
         target = target[index - box[0].start]
     if target.numel():
-        target.copy_(stored.read(box[first:]))
+        found = stored.read(box[first:])
+        if found.dtype not in _FLOATS:
+            raise UserError(f"{where} is stored as {str(found.dtype).removeprefix('torch.')}: no plain weights")
+        target.copy_(found)
 
 
 def write_huggingface(

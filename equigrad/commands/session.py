@@ -100,7 +100,7 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
         if not (run.tokenizer / "tokenizer.json").exists():
             with writing(run.tokenizer):
                 made[1].save(run.tokenizer)
-        asked, got = job.data.tokenizer, made[1].vocab_size
+        asked, got = made[0].data.tokenizer, made[1].vocab_size
         if asked.kind == "bpe" and asked.path is None and got < asked.vocab_size:
             print(
                 f"tokenizer: {got:,} tokens of the {asked.vocab_size:,} asked for; the text has no more pairs to merge"
@@ -167,7 +167,7 @@ def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
     """What is shown of the run, from here on."""
     job, step = trainer.job, trainer.step
-    processes = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
+    processes = f", {trainer.world.size} processes ({job.layout.degrees})" if trainer.world.size > 1 else ""
     size = f"{parameter_count(job.model, job.lora):,} parameters"
     if job.lora is not None:
         size += f" ({parameter_count(job.model, job.lora, trained=True):,} of them trained)"

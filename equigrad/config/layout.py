@@ -65,6 +65,12 @@ class Layout(Section):
         """The process at these places: tensor ranks are neighbours, then context ranks, then data lanes."""
         return ((pipe * self.data_lanes + lane) * self.cp + context) * self.tp + tensor
 
+    @property
+    def degrees(self) -> str:
+        """Those that divide anything."""
+        names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+        return " x ".join(f"{n} {getattr(self, n)}" for n in names if getattr(self, n) > 1)
+
     def describe(self) -> str:
         """The product of degrees, for messages."""
         degrees = {n: getattr(self, n) for n in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}

@@ -228,9 +228,12 @@ def read_tokenizer(path: Path, bos_token: str | None = None, eos_token: str | No
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: expected a JSON object")
+    return found
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -144,7 +144,10 @@ def read_config(folder: Path) -> Model:
         raise UserError(f"{path}: cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: expected a JSON object")
-    return from_huggingface(raw, str(path))
+    try:
+        return from_huggingface(raw, str(path))
+    except (TypeError, AttributeError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: a value is not what it should be: {error}") from None
 
 
 def from_huggingface(raw: dict[str, Any], where: str) -> Model:
@@ -344,6 +347,13 @@ def to_peft(config: Model, lora: Lora, base: str | None) -> dict[str, Any]:
     specs = parameter_specs(config)
     modules = [name.removesuffix(".weight") for name in adapted_weights(specs, lora)]
     ends = sorted({m.rpartition(".")[2] for m in modules})
+    taken = sorted({"gate_proj", "up_proj", "down_proj"} & {*ends})
+    if config.family in ("qwen3_moe", "qwen3_next") and taken:
+        raise UserError(
+            f"PEFT takes {', '.join(taken)} of a {config.family} for its routed experts, wherever they are, and would"
+            " leave these adapters out: export them merged (without --adapter), or train with lora.targets that name"
+            " none of them"
+        )
     # By the ends of their names where these mean no others, which is how most who read this file want it.
     others = {n.removesuffix(".weight") for n in specs if n.endswith(".weight")} - set(modules)
     targets = modules if any(m.rpartition(".")[2] in ends for m in others) else ends

@@ -1,8 +1,8 @@
 """How a decoder is cut into the stages of a pipeline: whole blocks, the embedding before the first, the head after the
 last. Torch-free."""
 
+import math
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 
 from equigrad.config.model import Model
@@ -55,18 +55,23 @@ def cut_into_parts(model: Model, count: int, context: int) -> tuple[Part, ...]:
     before = list(accumulate((block(context / 2) for block in work), initial=0.0))
     head += before[-1] - before[layers]
 
-    @cache
-    def best(stop: int, parts: int) -> tuple[float, int]:
-        """The most that any of ``parts`` parts of the first ``stop`` blocks computes, and where the last one starts."""
-        extra = head if stop == layers else 0.0
-        if parts == 1:
-            return before[stop] + extra, 0
-        ways = range(stop - 1, parts - 2, -1)
-        costs = ((start, before[stop] - before[start] + extra) for start in ways)
-        return min((max(best(start, parts - 1)[0], own), -start) for start, own in costs)
-
+    # The most that any part of the first so many blocks computes, cut into so many parts as well as can be; and for
+    # each further part, where the last one starts.
+    most, cuts = [*before[:layers], before[layers] + head], list[list[int]]()
+    for parts in range(2, count + 1):
+        least, cut = [math.inf] * (layers + 1), [0] * (layers + 1)
+        for stop in range(parts, layers + 1):
+            extra = head if stop == layers else 0.0
+            for start in range(stop - 1, parts - 2, -1):
+                own = before[stop] - before[start] + extra
+                if own >= least[stop]:
+                    break  # and more so from an earlier start
+                if max(most[start], own) < least[stop]:
+                    least[stop], cut[stop] = max(most[start], own), start
+        most = least
+        cuts.append(cut)
     bounds = [layers]
-    for parts in range(count, 1, -1):
-        bounds.append(abs(best(bounds[-1], parts)[1]))
-    bounds = [0, *reversed(bounds)] if count > 1 else [0, layers]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    bounds = [0, *reversed(bounds)]
     return tuple(Part(a, b, layers) for a, b in pairwise(bounds))

@@ -116,7 +116,7 @@ def _gather(x: Tensor, split: Split) -> Tensor:
         return x
     if len(set(partition.lengths)) == 1:
         flat = x.new_empty(partition.total, *x.shape[1:])
-        dist.all_gather_into_tensor(flat, x.contiguous(), split.group)
+        dist.all_gather_single(flat, x.contiguous(), split.group)
         parts = list(flat.split(split.length))
         return flat if partition.in_rank_order else join(parts, partition)
     shapes = [(length, *x.shape[1:]) for length in partition.lengths]

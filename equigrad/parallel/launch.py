@@ -104,6 +104,8 @@ def _explain(folder: Path, deaths: dict[int, Death]) -> int:
     killed = [rank for rank, code in answered.items() if rank not in reported and code not in (0, -signal.SIGTERM)]
     if not causes and not killed:
         causes = sorted(reports, key=lambda r: r["time"])
+    if silent:
+        print(f"equigrad: ranks {silent} did not answer and were ended", file=sys.stderr)
     if causes:
         first = causes[0]
         if first["user_error"]:
@@ -115,8 +117,6 @@ def _explain(folder: Path, deaths: dict[int, Death]) -> int:
             code = deaths[rank].code
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             print(f"equigrad: rank {rank} {how}; the run has ended", file=sys.stderr)
-    if silent:
-        print(f"equigrad: ranks {silent} did not answer and were ended", file=sys.stderr)
     return 1
 
 

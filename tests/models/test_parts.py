@@ -1,5 +1,6 @@
 """Stages of a pipeline: every block and parameter in one of them, and none with much more to do than need be."""
 
+import time
 from itertools import combinations, pairwise
 
 import pytest
@@ -71,3 +72,11 @@ def test_a_whole_model_is_one_part() -> None:
 def test_more_parts_than_blocks_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="4 blocks cannot be cut"):
         cut_into_parts(model(4, 100), count, 64)
+
+
+def test_hundreds_of_stages_are_cut_at_once() -> None:
+    began = time.monotonic()
+    parts = cut_into_parts(model(600, 5_000), 300, 1000)
+    assert len(parts) == 300
+    assert {part.stop - part.start for part in parts} <= {1, 2, 3}
+    assert time.monotonic() - began < 5
