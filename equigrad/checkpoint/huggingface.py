@@ -212,9 +212,10 @@ def _fill(placed: Placed, stored: _Stored, where: str) -> None:
     at, index = placed.placement, stored.piece.index
     first = 0 if index is None else 1
     if stored.shape() != at.shape[first:]:
-        raise UserError(
-            f"{where} has shape {tuple(stored.slices.get_shape())}, of which the model needs {at.shape[first:]}"
-        )
+        needed = at.shape[first:]
+        if end := stored.pieces[-1].rows:
+            needed = (end[1], *needed[1:])
+        raise UserError(f"{where} has shape {tuple(stored.slices.get_shape())}, of which the model needs {needed}")
     target, box = placed.tensor, tuple(slice(o, o + n) for o, n in zip(at.offset, at.local_shape, strict=True))
     if index is not None:
         if not box[0].start <= index < box[0].stop:
