@@ -59,6 +59,19 @@ def full_length_samples(folder: Path, context: int) -> Path:
     return path
 
 
+def world_of(job: Any, rank: int) -> Any:
+    """This process's view of the job's layout, on the CPU; where there are several, their process group is there."""
+    import torch
+
+    from equigrad.parallel.world import World, make_mesh
+
+    size, cpu = job.layout.world_size, torch.device("cpu")
+    if size == 1:
+        return World(job.layout, 0, 1, 0, cpu, None)
+    mesh, axes, experts = make_mesh(job.layout, "cpu")
+    return World(job.layout, rank, size, rank, cpu, mesh, axes=axes, expert_mesh=experts)
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import arguments, full_length_samples, pin_threads, ratio, show, spread, write
+from common import arguments, full_length_samples, pin_threads, ratio, show, spread, world_of, write
 
 OPTIONS = arguments("scaling", __doc__ or "", rounds=8, context=512, samples=8)
 pin_threads(1)
@@ -34,7 +34,7 @@ from equigrad.models.decoder import Decoder  # noqa: E402
 from equigrad.models.specs import parameter_count  # noqa: E402
 from equigrad.numerics.native import NativeOps  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
-from equigrad.parallel.world import World, make_mesh  # noqa: E402
+from equigrad.parallel.world import World  # noqa: E402
 from equigrad.rows import row_tensors  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 
@@ -58,14 +58,6 @@ def make_job_on(processes: int, moe: bool, ep: int, folder: Path) -> Job:
         },
         "benchmark",
     )  # fmt: skip
-
-
-def world_of(job: Job, rank: int) -> World:
-    if job.layout.world_size == 1:
-        return World(job.layout, 0, 1, 0, torch.device("cpu"), None)
-    mesh, axes, experts = make_mesh(job.layout, "cpu")
-    size = job.layout.world_size
-    return World(job.layout, rank, size, rank, torch.device("cpu"), mesh, axes=axes, expert_mesh=experts)
 
 
 def trainer_step(job: Job, rank: int, folder: Path) -> Step:

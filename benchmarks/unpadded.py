@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import arguments, interleaved, pin_threads, ratio, show, spread, write
+from common import arguments, interleaved, pin_threads, ratio, show, spread, world_of, write
 
 OPTIONS = arguments("unpadded", __doc__ or "", rounds=8)
 pin_threads(1)
@@ -31,7 +31,6 @@ from equigrad.data.microbatch import MicroBatch, micro_batch  # noqa: E402
 from equigrad.data.samples import Sample  # noqa: E402
 from equigrad.models.specs import flops_per_token  # noqa: E402
 from equigrad.parallel.partition import Partition  # noqa: E402
-from equigrad.parallel.world import World, make_mesh  # noqa: E402
 from equigrad.rows import to_tensors  # noqa: E402
 
 LANES, CONTEXT_RANKS = 2, 2
@@ -96,8 +95,7 @@ def rank_main(rank: int, store: str, out: str) -> None:
         },
         "benchmark",
     )  # fmt: skip
-    mesh, axes, experts = make_mesh(job.layout, "cpu")
-    world = World(job.layout, rank, size, rank, torch.device("cpu"), mesh, axes=axes, expert_mesh=experts)
+    world = world_of(job, rank)
     model, meter = build_model(job, world), Meter()
     model.initialize(0)
 
