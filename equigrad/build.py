@@ -9,10 +9,15 @@ from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.memory import recompute
 from equigrad.models.decoder import Decoder
+from equigrad.models.grids import attach, grids
 from equigrad.models.parts import EMBEDDING, Part, cut_into_parts
 from equigrad.models.specs import parameter_specs
+from equigrad.numerics.exact.channels import Grids
+from equigrad.numerics.exact.fused import compile_fused
+from equigrad.numerics.exact.grids import term_bits
+from equigrad.numerics.exact.ops import ExactOps
 from equigrad.numerics.native import NativeOps
-from equigrad.numerics.ops import COMPUTE_DTYPES
+from equigrad.numerics.ops import COMPUTE_DTYPES, Ops
 from equigrad.parallel.placement import Placement, whole
 from equigrad.parallel.sharding import data_mesh, shard
 from equigrad.parallel.world import World
@@ -31,16 +36,40 @@ def build_parts(job: Job, world: World) -> dict[int, Decoder]:
     """
     pipe = world.axis("pp")
     parts = cut_into_parts(job.model, pipe.size * job.layout.pp_stages, job.data.context)
-    return {number: _build(job, world, parts[number]) for number in range(pipe.rank, len(parts), pipe.size)}
+    exact = _grids(job, world, parts[pipe.rank]) if job.numerics.kind == "exact" else None
+    return {number: _build(job, world, parts[number], exact) for number in range(pipe.rank, len(parts), pipe.size)}
 
 
-def _build(job: Job, world: World, part: Part) -> Decoder:
-    ops = NativeOps(COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20)
+def _grids(job: Job, world: World, part: Part) -> Grids:
+    """All channel grids of the model."""
+    specs, boxes = parameter_specs(job.model, job.lora), places(job.model, world, part, job.lora)
+    return grids(job.model, specs, boxes, most_tokens(job), world.device)
+
+
+def most_tokens(job: Job) -> int:
+    """Of one step, as the job allows them; sums over tokens are exact up to so many."""
+    if job.batch.samples is not None:
+        return job.batch.samples * job.data.context
+    return max(job.batch.budget, job.data.context)
+
+
+def _ops(job: Job) -> Ops:
+    dtype, budget = COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20
+    if job.numerics.kind == "native":
+        return NativeOps(dtype, budget)
+    compile_fused(job.numerics.compile)
+    return ExactOps(dtype, budget, job.model.max_position_embeddings, min(term_bits(most_tokens(job)), 51))
+
+
+def _build(job: Job, world: World, part: Part, exact: Grids | None) -> Decoder:
+    ops = _ops(job)
     sharded = data_mesh(world) is not None
     device, boxes = "meta" if sharded else world.device, places(job.model, world, part, job.lora)
     model = Decoder(job.model, ops, device, boxes, part, job.lora)
     blocks = model.blocks
-    if job.numerics.compile:
+    if exact is not None:
+        attach(model, exact, boxes)
+    if job.numerics.compile and isinstance(ops, NativeOps):
         # Coefficients are constants of the configuration; as inputs they would not reach functions inside a block.
         torch._dynamo.config.specialize_float = True
         # What these call depends on the lengths of a row's segments, on the choices of its tokens, or on how they lie

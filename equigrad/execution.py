@@ -19,6 +19,7 @@ from equigrad.data.stream import Batch, Stream
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
 from equigrad.numerics.deferred import DeferredWeightGradients
+from equigrad.numerics.ops import Ops
 from equigrad.numerics.routing import Loads
 from equigrad.numerics.row import Row
 from equigrad.objectives.language_model import language_model
@@ -31,9 +32,12 @@ from equigrad.schedule.division import pipeline_order
 from equigrad.schedule.packing import Schedule
 from equigrad.schedule.pipeline import programs
 
-Term = Callable[[Tensor], Tensor]
+Term = Callable[[Tensor, Ops], Tensor]
 """Losses of a row's tokens -> what is added up over rows, a scalar."""
 BalanceTerm = Callable[[Loads], Tensor | None]
+
+_MOST_NATS = 32
+"""All losses of held-out text are below 2^32 nats."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,11 @@ class Outcome:
     """What this rank has to tell of some rows; added over all ranks it is the whole.
 
     loss:    sum of the losses, each over the normaliser, where this rank computes and counts them, else 0
-    balance: sum of the load-balancing terms of its experts
     further: sum of the losses of multi-token prediction, the mean over its modules, where ``loss`` is counted
     tokens:  tokens that it computed, counted once
     """
 
     loss: float
-    balance: float
     further: float
     tokens: int
 
@@ -126,7 +128,7 @@ class Execution:
         counts = self._world.axis("tp").rank == 0
         tokens = sum(len(row.ids) for row in work.rows) if counts and self._pipeline.rank == 0 else 0
         own = [_added(terms) if counts else 0.0 for terms in (losses, work.further)]
-        return Outcome(own[0], _added(work.balance), own[1], tokens)
+        return Outcome(*own, tokens)
 
 
 def _added(values: Sequence[Tensor]) -> float:
@@ -134,14 +136,13 @@ def _added(values: Sequence[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
-def _total(losses: Tensor) -> Tensor:
-    return losses.double().sum()
+def _total(losses: Tensor, ops: Ops) -> Tensor:
+    return ops.total(losses, _MOST_NATS)
 
 
 class _Work:
-    """What is to be computed of some rows, and the further terms of the loss that came of it, each apart.
+    """What is to be computed of some rows, and the further terms of the loss that came of it.
 
-    balance:     load-balancing terms, one for each row and part
     further:     losses of multi-token prediction, one for each row, the mean over the modules
     counts:      the normaliser of each module
     coefficient: what their mean is multiplied by
@@ -149,7 +150,6 @@ class _Work:
 
     def __init__(self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None") -> None:
         self.rows, self._term, self._balance_term = rows, term, balance_term
-        self.balance: list[Tensor] = []
         self.further: list[Tensor] = []
         self.counts: list[int] = []
         self.coefficient = 0.0
@@ -160,17 +160,18 @@ class _Work:
         y = part(row.ids, row.row, row.labels, row.at, x, loads, row.ahead)
         if part.part.last:
             own, *further = y if row.ahead else (y,)
-            y = self._term(own)
+            y = self._term(own, part.ops)
             if further:
                 # No label at all is so far ahead: then none is counted, and the sum over none is zero.
-                terms = [language_model(loss, max(n, 1)) for loss, n in zip(further, self.counts, strict=True)]
-                term = torch.stack(terms).sum() / len(terms)
+                modules = len(further)
+                each = zip(further, self.counts, strict=True)
+                term = sum(language_model(loss, part.ops, max(n, 1) * modules) for loss, n in each)
+                assert isinstance(term, Tensor)
                 self.further.append(term.detach())
                 y = _WithTerm.apply(y, term * self.coefficient)
         balance = None if self._balance_term is None else self._balance_term(loads)
         if balance is None:
             return y
-        self.balance.append(balance.detach())
         return _WithTerm.apply(y, balance)
 
 

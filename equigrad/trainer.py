@@ -1,7 +1,7 @@
 """The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
 from equigrad.evaluation import Evaluation, evaluate
-from equigrad.execution import Execution
+from equigrad.execution import Execution, Outcome
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
 from equigrad.models.parts import EMBEDDING
 from equigrad.models.specs import parameter_specs
+from equigrad.numerics.exact.channels import Grids
 from equigrad.observe.profile import StepProfiler
 from equigrad.optim.adamw import AdamW
+from equigrad.optim.exact import ExactAdamW, exact_norm
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.placement import Placed, local_part
@@ -42,7 +44,9 @@ class Trainer:
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
         self.balance = Balance(job.model, self.parameters, world.device, world.rank)
         self.execution = Execution(job, world, self.parts, self.balance)
-        self.optimizer = AdamW(job.optim, self.parameters, self.specs)
+        self.grids: Grids | None = next(iter(self.parts.values())).grids
+        rule = AdamW if self.grids is None else ExactAdamW
+        self.optimizer = rule(job.optim, self.parameters, self.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
         self.step = 0
@@ -107,13 +111,11 @@ class Trainer:
         lengths = [sample.length for sample in batch.samples]
         schedule = schedule_samples(lengths, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         self._agree(batch, schedule)
-        own = self.execution.train(self.stream, batch, schedule)
-        gradients = self.gradients()
-        square = float(local_square_sum(gradients.values()))
-        figures = [own.loss, own.balance, own.further, square, float(own.tokens), float(stop.asked)]
-        loss, balance, further, square, executed, asked = world.sum(figures)
-        counts = world.add(self.balance.take())
-        norm = square**0.5
+        own, gradients, counts, probability = self._forward_and_backward(batch, schedule)
+        norm = self._norm(gradients)
+        figures = [own.loss, own.further, float(own.tokens), float(stop.asked)]
+        loss, further, executed, asked = world.sum(figures)
+        balance = self.balance.term(probability, batch.tokens)
         lr = learning_rate(job.optim, self.step, job.train.steps)
         self._apply(gradients, loss, norm, lr, counts)
         self.step += 1
@@ -143,6 +145,30 @@ class Trainer:
                 " nothing was changed"
             )
 
+    def _forward_and_backward(
+        self, batch: Batch, schedule: Schedule
+    ) -> tuple[Outcome, dict[str, Placed], torch.Tensor, torch.Tensor]:
+        """This rank's outcome and gradients, and the step's global loads. Where a value left its grid on any rank, all
+        do it again with grids that were raised: nothing else has changed."""
+        while True:
+            own = self.execution.train(self.stream, batch, schedule)
+            counts, probability = (self.world.add(part) for part in self.balance.take())
+            gradients = self.gradients()
+            if self.grids is None or self.grids.end_step(self.world.largest):
+                return own, gradients, counts, probability
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=True)
+
+    def _norm(self, gradients: Mapping[str, Placed]) -> float:
+        """Of the gradients of all ranks."""
+        if self.grids is None:
+            return self.world.sum([float(local_square_sum(gradients.values()))])[0] ** 0.5
+        shapes = {n: spec.shape for n, spec in self.specs.items() if spec.trained}
+        return exact_norm(gradients, shapes, self.world.largest, self.world.add, self.world.device)
+
     def gradients(self) -> dict[str, Placed]:
         """The accumulated gradients, each in its parameter's place and summed over all ranks that have a part of it."""
         local = {n: local_part(p.grad) for n, p in self._named() if p.grad is not None}
@@ -166,8 +192,7 @@ class Trainer:
             self.optimizer.step(gradients, lr)
             self.balance.update(counts)
             self.counters["skipped_in_a_row"] = 0
-        for part in self.parts.values():
-            part.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if finite:
             return
         what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}"
@@ -197,7 +222,8 @@ class Trainer:
         """Every tensor of the run, under the names that checkpoints use."""
         model = {f"model.{n}": p.renamed(f"model.{n}") for n, p in self.parameters.items()}
         optimizer = {f"optim.{n}": p.renamed(f"optim.{n}") for n, p in self.optimizer.state().items()}
-        return model | optimizer | self.balance.state()
+        grids = {} if self.grids is None else self.grids.state(self.world.rank)
+        return model | optimizer | self.balance.state() | grids
 
     def save(self) -> None:
         """Checkpoint the state after the current step."""
@@ -211,6 +237,8 @@ class Trainer:
         meta = manifest.meta
         self.step, self.counters = meta["step"], meta["counters"]
         self.optimizer.updates = meta["updates"]
+        if self.grids is not None:
+            self.grids.prepare()
         self.world.run_where(True, lambda: self.stream.seek(meta["cursor"]))
         if len(manifest.rank_meta) == self.world.size:  # on another layout the generators start anew
             set_rng_state(manifest.rank_meta[self.world.rank]["rng"])

@@ -3,6 +3,7 @@
 Knows counts only; the term of the loss that they enter is an objective, and who adds them up over ranks is the trainer.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -29,6 +30,7 @@ class Balance:
         self._rank = rank
         self._last = torch.zeros(self.layers, number, dtype=torch.int64, device=device)
         self._now = torch.zeros_like(self._last)
+        self._probability = torch.zeros(self._last.shape, dtype=torch.float64, device=device)
         self._place = {layer: place for place, layer in enumerate(config.sparse_layers)}
         names = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": at for layer, at in self._place.items()}
         self._biases = {at: parameters[name].tensor for name, at in names.items() if name in parameters}
@@ -45,11 +47,23 @@ class Balance:
         """Take up the loads of one row."""
         for layer, load in loads.items():
             self._now[self._place[layer]] += load.counts
+            self._probability[self._place[layer]] += load.probability.detach()
 
-    def take(self) -> Tensor:
-        """What was counted since the last call, [layers, E] int64: this rank's part of the step."""
-        counts, self._now = self._now, torch.zeros_like(self._now)
-        return counts
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What was counted since the last call, this rank's part of the step, [layers, E]: tokens int64, and the sums of
+        their probabilities float64."""
+        taken = self._now, self._probability
+        self._now, self._probability = (torch.zeros_like(x) for x in taken)
+        return taken
+
+    def term(self, probability: Tensor, tokens: int) -> float:
+        """The load-balancing term of a step, from its global sums of probabilities and number of tokens; the counts are
+        those of the step before."""
+        layers, experts = probability.shape
+        if not layers:
+            return 0.0
+        terms = (probability * self.shares(self._place)).flatten().tolist()
+        return math.fsum(terms) * experts / (layers * tokens)
 
     @torch.no_grad()
     def update(self, counts: Tensor) -> None:

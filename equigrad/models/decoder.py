@@ -163,6 +163,7 @@ class _Holder(nn.Module):
     e_score_correction_bias: Tensor | None
     lora_A: Any
     lora_B: Any
+    grids: Any = None
 
     def __init__(self, scale: float) -> None:
         """``scale``: of adapters."""
@@ -208,6 +209,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.config, self.ops = config, ops
+        self.grids: Any = None
         self.specs = parameter_specs(config, lora)
         scale = 0.0 if lora is None else lora.scale
         self.model = nn.Module()
@@ -218,8 +220,9 @@ class Decoder(nn.Module):
         self.model.layers = nn.ModuleDict({str(i): kind(config, ops, i) for i, kind in kinds.items()})
         self.places = places or {name: whole(name, spec.shape) for name, spec in self.specs.items()}
         for name, at in self.places.items():
+            dtype = torch.float32 if self.specs[name].role == "state" else ops.parameter_dtype
             if self.part.holds(name, config.embedding_at_end):
-                _attach(self, name, torch.empty(at.local_shape, device=device), self.specs[name], scale)
+                _attach(self, name, torch.empty(at.local_shape, dtype=dtype, device=device), self.specs[name], scale)
 
     def forward(
         self,
@@ -289,13 +292,13 @@ class Decoder(nn.Module):
             values, scale = self._frequencies
         else:
             lengths = row.lengths if row.cache is None else tuple(row.cache.lengths.tolist())
-            values, scale = frequencies(self.config, lengths)
+            values, scale = frequencies(self.config, lengths, self.ops.power)
         return self.ops.rotary_table(values.to(row.positions.device), scale, row)
 
     @cached_property
     def _frequencies(self) -> tuple[Tensor, float]:
         """Constants of the configuration, where they do not depend on the segments."""
-        return frequencies(self.config, ())
+        return frequencies(self.config, (), self.ops.power)
 
     def placed(self) -> dict[str, Placed]:
         """This rank's parameters, and what else is learned, in name order."""

@@ -44,7 +44,7 @@ class Head:
             softmax = torch.softmax(logits, 1, out=logits)
             # log sum exp = top - log p(top), and p(top) >= 1/V never underflows
             return softmax, torch.sub(top - softmax.gather(1, where).log_(), label).squeeze(1)
-        own, here = self.own(labels)
+        own, here = own_columns(labels, self.tensor, self.vocabulary)
         top = logits.amax(1)
         dist.all_reduce(top, dist.ReduceOp.MAX, self.tensor.group)
         label = logits.gather(1, own[:, None]).squeeze(1).where(here, 0.0)
@@ -53,26 +53,27 @@ class Head:
         dist.all_reduce(sums, group=self.tensor.group)
         return exponentials.div_(sums[0, :, None]), top + sums[0].log() - sums[1]
 
-    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Each label's column on this rank, and whether it is one; 0 where it is not. Only where ranks share them."""
-        assert self.tensor is not None
-        first, stop = self.tensor.share(self.vocabulary)
-        here = (labels >= first) & (labels < stop)
-        return (labels - first).where(here, 0), here
-
     def errors(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """p - onehot, in place, and the loss. Subtracted in float32 before anything is rounded: near p = 1 the
         difference is all there is."""
         softmax, loss = self.probabilities(logits, labels)
-        own, here = (labels, None) if self.tensor is None else self.own(labels)
-        one = torch.ones((), dtype=logits.dtype, device=logits.device).expand(len(labels))
-        minus = -one if here is None else -one.where(here, 0.0)
-        return softmax.scatter_add_(1, own[:, None], minus[:, None]), loss
+        own, here = own_columns(labels, self.tensor, self.vocabulary)
+        return softmax.scatter_add_(1, own[:, None], -here[:, None].to(softmax.dtype)), loss
 
-    def chunks(self, tokens: int) -> list[slice]:
-        """The same on all ranks that share the vocabulary, for each chunk costs them two sums."""
-        size = max(256, _CHUNK_ELEMENTS // self.vocabulary)
-        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+def own_columns(labels: Tensor, tensor: Split | None, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Each label's column on this rank, and whether it is one; 0 where it is not."""
+    if tensor is None:
+        return labels, torch.ones_like(labels, dtype=torch.bool)
+    first, stop = tensor.share(vocabulary)
+    here = (labels >= first) & (labels < stop)
+    return (labels - first).where(here, 0), here
+
+
+def chunks(tokens: int, vocabulary: int) -> list[slice]:
+    """The same on all ranks that share the vocabulary, for each chunk costs them two sums."""
+    size = max(256, _CHUNK_ELEMENTS // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -95,7 +96,7 @@ class CrossEntropy(torch.autograd.Function):
         kept = torch.empty(tokens if keep else 0, len(weight), device=x.device)
         # A tensor of its own, not a view: FSDP warns of modules that return views.
         loss = torch.empty(tokens, device=x.device)
-        for part in head.chunks(tokens):
+        for part in chunks(tokens, head.vocabulary):
             logits = logits_of(part, kept[part] if keep else None)
             step = head.errors if keep else head.probabilities
             loss[part] = step(logits, labels[part])[1]
@@ -160,7 +161,7 @@ def _head_gradients(
             products.append((dx, dw, w.to(xq.dtype).t(), (x * d).to(xq.dtype)))
         gradients += [dx, dw]
     # What is kept needs no chunks: each would read and write the weight's whole gradient once more.
-    for part in [slice(None)] if keep else head.chunks(len(labels)):
+    for part in [slice(None)] if keep else chunks(len(labels), head.vocabulary):
         if keep:
             error = kept[part].to(xq.dtype)
         else:

@@ -91,18 +91,25 @@ def _normalised_gradient(scores: Tensor, gradient: Tensor) -> Tensor:
 
 def dispatch(x: Tensor, chosen: Tensor, experts: int, dtype: torch.dtype, axis: Axis) -> tuple[Tensor, Dispatch]:
     """Copies of the tokens ``x`` [T, H], in ``dtype``, to the ranks of ``axis`` that have the ``experts`` chosen."""
+    plan = plan_dispatch(chosen, experts, axis)
+    copies = _Copies.apply(x, plan.order, plan.place, dtype)
+    if plan.exchange is None:
+        return copies, plan
+    assert axis.group is not None
+    received = all_to_all(copies, plan.exchange.sent, plan.exchange.received, axis.group)
+    return _Permuted.apply(received, plan.exchange.arrange, plan.exchange.back), plan
+
+
+def plan_dispatch(chosen: Tensor, experts: int, axis: Axis) -> Dispatch:
+    """How copies of tokens get to the experts that they chose, ``chosen`` [T, k]."""
     sorted_, order = chosen.flatten().sort(stable=True, dim=0)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.searchsorted(sorted_, torch.arange(experts, device=order.device), right=True)
     sent = ends.diff(prepend=ends.new_zeros(1))
-    plan = Dispatch(order, place.view_as(chosen), ends.int(), None)
-    copies = _Copies.apply(x, plan.order, plan.place, dtype)
     if axis.group is None:
-        return copies, plan
+        return Dispatch(order, place.view_as(chosen), ends.int(), None)
     ends, exchanged = _exchange_counts(sent, axis)
-    plan = Dispatch(plan.order, plan.place, ends, exchanged)
-    received = all_to_all(copies, exchanged.sent, exchanged.received, axis.group)
-    return _Permuted.apply(received, exchanged.arrange, exchanged.back), plan
+    return Dispatch(order, place.view_as(chosen), ends, exchanged)
 
 
 def _exchange_counts(counts: Tensor, axis: Axis) -> tuple[Tensor, Exchange]:
@@ -208,7 +215,7 @@ class _ExpertLinears(torch.autograd.Function):
             assert weight is not None
             y = _grouped(x, weight.to(x.dtype).mT, ends)
             if bias is not None and added:
-                y.add_(bias.to(y.dtype)[_expert_of_copy(ends, len(y))])
+                y.add_(bias.to(y.dtype)[expert_of_copy(ends, len(y))])
             low = None
             if a is not None and b is not None:
                 low = _grouped(x, a.to(x.dtype).mT, ends).mul_(scale)
@@ -246,7 +253,7 @@ class _ExpertLinears(torch.autograd.Function):
         return (dx, None, None, None, *gradients)
 
 
-def _expert_of_copy(ends: Tensor, copies: int) -> Tensor:
+def expert_of_copy(ends: Tensor, copies: int) -> Tensor:
     """[copies] int64: whose each dispatched copy is."""
     return torch.searchsorted(ends, torch.arange(copies, dtype=ends.dtype, device=ends.device), right=True)
 
@@ -254,7 +261,7 @@ def _expert_of_copy(ends: Tensor, copies: int) -> Tensor:
 def _expert_bias_gradient(dy: Tensor, ends: Tensor, like: Tensor) -> Tensor:
     """[experts, N], the sum of each expert's run of ``dy`` [tokens, N]. As a product, for it asks nothing of the host
     and has one order of sums."""
-    chosen = F.one_hot(_expert_of_copy(ends, len(dy)), len(ends)).float()
+    chosen = F.one_hot(expert_of_copy(ends, len(dy)), len(ends)).float()
     return (chosen.t() @ dy.float()).to(like.dtype)
 
 
@@ -263,7 +270,7 @@ def _expert_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor, like: Tensor) -
     if _aligned(dy, x):
         return F.grouped_mm(dy.t(), x, offs=ends).to(like.dtype)
     gradient = torch.zeros_like(like)
-    for expert, run in enumerate(_runs(ends)):
+    for expert, run in enumerate(runs(ends)):
         gradient[expert] = dy[run].t() @ x[run]
     return gradient
 
@@ -273,7 +280,7 @@ def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if _aligned(x, weights):
         return F.grouped_mm(x, weights, offs=ends)
     y = x.new_empty(len(x), weights.shape[2])
-    for run, weight in zip(_runs(ends), weights, strict=True):
+    for run, weight in zip(runs(ends), weights, strict=True):
         y[run] = x[run] @ weight
     return y
 
@@ -285,7 +292,8 @@ def _aligned(*operands: Tensor) -> bool:
     return all(size * x.element_size() % 16 == 0 for x in operands for size in x.shape[-2 + (x.ndim == 2) :])
 
 
-def _runs(ends: Tensor) -> Sequence[slice]:
+def runs(ends: Tensor) -> Sequence[slice]:
+    """The copies of each expert here; the host waits for them."""
     stops = ends.tolist()
     return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 

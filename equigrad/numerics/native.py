@@ -32,6 +32,7 @@ from equigrad.parallel.partition import Partition
 class NativeOps:
     """See ``equigrad.numerics.ops.Ops`` for shapes and meaning."""
 
+    parameter_dtype = torch.float32
     # Of the tensor ranks; here, so that they can be kept out of compiled blocks.
     gather, reduce_scatter = staticmethod(gather), staticmethod(reduce_scatter)
 
@@ -143,7 +144,7 @@ class NativeOps:
         return a + b
 
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-        return _Fork.apply(x)
+        return Fork.apply(x)
 
     def logits(self, x: Tensor, layer: Layer, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
         y = _linears(self._at(x, at, row), self.dtype, [layer])[0]
@@ -162,9 +163,15 @@ class NativeOps:
         x = self._at(x, at, row)
         if adapter is None:
             return CrossEntropy.apply(x, layer.weight, labels, head, None, None)
-        x, branch = _Fork.apply(x)
+        x, branch = Fork.apply(x)
         (low,) = _Linears.apply(branch, self.dtype, (1.0,), adapter.a, None, None, None)
         return CrossEntropy.apply(x, layer.weight, labels, head, low, adapter.b)
+
+    def total(self, terms: Tensor, most: int) -> Tensor:
+        return terms.sum(dtype=torch.float64)
+
+    def power(self, base: Tensor, exponent: Tensor) -> Tensor:
+        return base**exponent
 
     def _at(self, x: Tensor, at: Tensor | None, row: Row) -> Tensor:
         """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
@@ -425,7 +432,7 @@ class _Select(torch.autograd.Function):
         return dy.new_zeros(ctx.tokens, *dy.shape[1:]).index_copy_(0, index, dy), None
 
 
-class _Fork(torch.autograd.Function):
+class Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.view_as(x), x.view_as(x)

@@ -11,7 +11,7 @@ the order in which their gradients are added is decided here and never by autogr
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Layer(Protocol):
     weight:  of the shape that each op says
     bias:    one number for each output, or none
     adapter: what is added to the weight, or nothing
+    grids:   in exact numerics, what ``models.grids`` gave the layer
     """
 
     @property
@@ -52,6 +53,9 @@ class Layer(Protocol):
 
     @property
     def adapter(self) -> Adapter | None: ...
+
+    @property
+    def grids(self) -> Any: ...
 
 
 def operands(layers: Sequence[Layer], biased: bool = True) -> tuple[tuple[float, ...], list[Tensor | None]]:
@@ -71,12 +75,14 @@ class AttentionLayer:
 
     index:  its place in ``row.cache``, if there is one
     window: a query sees this many latest tokens, itself included; None: all of its segment
+    grids:  in exact numerics, of its sinks
 
     Blocks pass it on unopened, so that one compiled block serves every layer.
     """
 
     def __init__(self, index: int, window: int | None) -> None:
         self.index, self.window = index, window
+        self.grids: Any = None
 
 
 class DeltaLayer:
@@ -86,10 +92,12 @@ class DeltaLayer:
     key_dim:   width of a query or key head
     value_dim: width of a value head
     values:    value heads that share a key head
+    grids:     in exact numerics, of its kernels and rates
     """
 
     def __init__(self, index: int, key_dim: int, value_dim: int, values: int) -> None:
         self.index, self.key_dim, self.value_dim, self.values = index, key_dim, value_dim, values
+        self.grids: Any = None
 
     @property
     def mixed(self) -> tuple[int, int, int]:
@@ -98,12 +106,14 @@ class DeltaLayer:
 
 
 class Ops(Protocol):
-    """What ``native`` implements now and ``exact`` will.
+    """What ``native`` and ``exact`` implement.
 
-    dtype: operands of matrix products and attention
+    dtype:           operands of matrix products and attention
+    parameter_dtype: parameters, and their gradients
     """
 
     dtype: torch.dtype
+    parameter_dtype: torch.dtype
 
     def embedding(self, ids: Tensor, layer: Layer, vocabulary: int, row: Row) -> Tensor:
         """Rows of the weight [V, H] at ``ids`` [T] int64 -> [T, H]."""
@@ -251,6 +261,14 @@ class Ops(Protocol):
 
         Never holds more logits than a budget, whatever n and V are.
         """
+        ...
+
+    def total(self, terms: Tensor, most: int) -> Tensor:
+        """The sum of ``terms``, a scalar; that of all ranks' terms is below 2^most."""
+        ...
+
+    def power(self, base: Tensor, exponent: Tensor) -> Tensor:
+        """Positive ``base`` to the ``exponent``, float32."""
         ...
 
 

@@ -16,7 +16,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """State: two moments per parameter, in its dtype and place, and the number of updates made."""
+    """State: two moments per parameter, in its place, and the number of updates made."""
+
+    moment_dtype: torch.dtype | None = None
+    """None: that of the parameter."""
 
     def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
         self.config = config
@@ -25,7 +28,10 @@ class AdamW:
         # The kernel wants its own count beside each tensor, and moves it itself.
         self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in self._parameters.items()}
         self._decays = {name: specs[name].role != "vector" for name in self._parameters}
-        self._moments = {m: {n: torch.zeros_like(p.tensor) for n, p in self._parameters.items()} for m in MOMENTS}
+        dtype = self.moment_dtype
+        self._moments = {
+            m: {n: torch.zeros_like(p.tensor, dtype=dtype) for n, p in self._parameters.items()} for m in MOMENTS
+        }
 
     @property
     def updates(self) -> int:

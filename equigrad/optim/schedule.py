@@ -3,6 +3,7 @@
 import math
 
 from equigrad.config.optim import Optim
+from equigrad.numerics.exact.scalar import cos
 
 
 def learning_rate(config: Optim, step: int, steps: int) -> float:
@@ -17,7 +18,7 @@ def learning_rate(config: Optim, step: int, steps: int) -> float:
     span = max(1, steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / span)
     if config.schedule == "cosine":
-        level = 0.5 * (1 + math.cos(math.pi * progress))
+        level = 0.5 * (1 + cos(math.pi * progress))
     elif config.schedule == "linear":
         level = 1 - progress
     elif config.schedule == "wsd":

@@ -70,7 +70,8 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: d
     return _AllToAll.apply(x, sent, received, group)
 
 
-def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchanged_tokens(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """``all_to_all`` without a gradient."""
     y = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(y, x.contiguous(), list(received), list(sent), group)
     return y
@@ -80,12 +81,12 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.back = (received, sent, group)
-        return _all_to_all(x, sent, received, group)
+        return exchanged_tokens(x, sent, received, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(dy, *ctx.back), None, None, None
+        return exchanged_tokens(dy, *ctx.back), None, None, None
 
 
 def join(parts: Sequence[Tensor], partition: Partition) -> Tensor:
@@ -110,7 +111,10 @@ def reduce_scatter(x: Tensor, split: Split | None) -> Tensor:
     return x if split is None else _ReduceScatter.apply(x, split)
 
 
-def _gather(x: Tensor, split: Split) -> Tensor:
+def gathered(x: Tensor, split: Split | None) -> Tensor:
+    """``gather`` without a gradient, as functions that write out their own need it."""
+    if split is None:
+        return x
     partition = split.partition
     if not partition.total:
         return x
@@ -123,7 +127,10 @@ def _gather(x: Tensor, split: Split) -> Tensor:
     return join(exchange([x] * len(shapes), shapes, split.group), partition)
 
 
-def _reduce_scatter(x: Tensor, split: Split) -> Tensor:
+def reduce_scattered(x: Tensor, split: Split | None) -> Tensor:
+    """``reduce_scatter`` without a gradient."""
+    if split is None:
+        return x
     partition = split.partition
     if not partition.total:
         return x
@@ -143,24 +150,24 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
         ctx.split = split
-        return _gather(x, split)
+        return gathered(x, split)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(dy, ctx.split), None
+        return reduce_scattered(dy, ctx.split), None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split) -> Tensor:
         ctx.split = split
-        return _reduce_scatter(x, split)
+        return reduce_scattered(x, split)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _gather(dy, ctx.split), None
+        return gathered(dy, ctx.split), None
 
 
 Heads = tuple[tuple[int, ...], ...]
@@ -177,14 +184,15 @@ def heads_to_tokens(x: Tensor, split: Split, heads: Heads) -> Tensor:
     return _HeadsToTokens.apply(x, split, heads)
 
 
-def _to_heads(x: Tensor, split: Split, heads: Heads) -> Tensor:
+def exchanged_to_heads(x: Tensor, split: Split, heads: Heads) -> Tensor:
+    """``tokens_to_heads`` without a gradient."""
     own = len(heads[split.rank])
     parts = [x[:, list(wanted)] for wanted in heads]
     return join(exchange(parts, [(n, own, x.shape[-1]) for n in split.partition.lengths], split.group), split.partition)
 
 
-def _to_tokens(x: Tensor, split: Split, heads: Heads) -> list[Tensor]:
-    """Own tokens of each rank's heads."""
+def exchanged_to_tokens(x: Tensor, split: Split, heads: Heads) -> list[Tensor]:
+    """The way back, without a gradient: own tokens of each rank's heads, in rank order."""
     parts = [Split(split.partition, split.group, rank).take(x) for rank in range(len(heads))]
     return exchange(parts, [(split.length, len(own), x.shape[-1]) for own in heads], split.group)
 
@@ -193,13 +201,13 @@ class _TokensToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: Split, heads: Heads) -> Tensor:
         ctx.split, ctx.heads, ctx.count = split, heads, x.shape[1]
-        return _to_heads(x, split, heads)
+        return exchanged_to_heads(x, split, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         dx = dy.new_zeros(ctx.split.length, ctx.count, dy.shape[-1])
-        for own, part in zip(ctx.heads, _to_tokens(dy, ctx.split, ctx.heads), strict=True):
+        for own, part in zip(ctx.heads, exchanged_to_tokens(dy, ctx.split, ctx.heads), strict=True):
             dx[:, list(own)] += part  # no head twice in one part, and the parts in rank order
         return dx, None, None
 
@@ -209,10 +217,10 @@ class _HeadsToTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, split: Split, heads: Heads) -> Tensor:
         ctx.split, ctx.heads = split, heads
         order = [head for own in heads for head in own]
-        whole = torch.cat(_to_tokens(x, split, heads), 1)
+        whole = torch.cat(exchanged_to_tokens(x, split, heads), 1)
         return whole if order == sorted(order) else whole[:, torch.tensor(order).argsort()]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _to_heads(dy, ctx.split, ctx.heads), None, None
+        return exchanged_to_heads(dy, ctx.split, ctx.heads), None, None

@@ -83,6 +83,13 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def largest(self, values: torch.Tensor) -> None:
+        """Replaces each entry by the largest one on all ranks."""
+        if self.size > 1 and values.numel():
+            import torch.distributed as dist
+
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+
     def agree(self, facts: Mapping[str, Any], what: str) -> None:
         """Check that named values (of JSON) are the same on every rank; the error names ranks, value and difference."""
         agree(facts, what, self.control)

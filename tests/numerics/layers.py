@@ -1,6 +1,6 @@
 """Parameters given to an op by hand."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,3 +13,4 @@ class Given(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     adapter: Adapter | None = None
+    grids: Any = None

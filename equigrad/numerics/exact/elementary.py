@@ -90,14 +90,3 @@ def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
     first, second = torch.where(swapped, sine, cosine), torch.where(swapped, cosine, sine)
     return (torch.where((quarter == 1) | (quarter == 2), -first, first),
             torch.where(quarter >= 2, -second, second))  # fmt: skip
-
-
-def power(base: float, n: int) -> float:
-    """base^n for n >= 0, by squaring: products of floats alone."""
-    result, square = 1.0, base
-    while n:
-        if n & 1:
-            result *= square
-        square *= square
-        n >>= 1
-    return result

@@ -12,13 +12,19 @@ is exact as long as that is at most 2^53, that is a + b + ceil(log2 L) <= 53. L 
 divided.
 """
 
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from equigrad.numerics.exact.elementary import exponent, power_of_two
+from equigrad.numerics.exact.fused import fused
 
 MANTISSA = 53
 """Bits of a float64: integers up to 2^53 are exact."""
-_ROUND = 1.5 * 2.0**52
+ROUND = 1.5 * 2.0**52
 
 
 def length_bits(length: int) -> int:
@@ -49,7 +55,7 @@ def onto(x: Tensor, step: Tensor) -> Tensor:
     ``|x|`` must be below 2^(51 + step); infinite and undefined entries become undefined, and are found at the end of
     the step as they are in any numerics. Two additions, for between 2^52 and 2^53 float64 has integers alone.
     """
-    large = _ROUND * power_of_two(step)
+    large = ROUND * power_of_two(step)
     return (x + large) - large
 
 
@@ -71,3 +77,74 @@ def sum_last(x: Tensor) -> Tensor:
     # ``onto`` wants its operands below 2^51 of the grid.
     bits = min(term_bits(x.shape[-1]), MANTISSA - 2)
     return relative(x, bits, largest(x, -1)).sum(-1, keepdim=True)
+
+
+@fused
+def value(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to a value type: the end of every reduction. A sum that is zero has no sign, whoever added it up."""
+    return (x + 0.0).to(dtype)
+
+
+@fused
+def _to_rows(x: Tensor, bits: int) -> Tensor:
+    x = x.double()
+    return relative(x, bits, largest(x, -1))
+
+
+@fused
+def _to_columns(x: Tensor, bits: int) -> Tensor:
+    x = x.double()
+    return relative(x, bits, largest(x, -2))
+
+
+@fused
+def _onto_size(x: Tensor, bits: int, size: Tensor) -> Tensor:
+    return relative(x.double(), bits, size)
+
+
+@fused
+def _largest(x: Tensor, dim: int) -> Tensor:
+    return largest(x, dim).double()
+
+
+def rows(x: Tensor, bits: int, across: ProcessGroup | None = None) -> Tensor:
+    """``x`` [..., C] float64, each row with ``bits`` bits below its own largest value; ``across``: the ranks that have
+    the other columns of the same rows."""
+    if across is None:
+        return _to_rows(x, bits)
+    return _onto_size(x, bits, largest_across(_largest(x, -1), across))
+
+
+def columns(x: Tensor, bits: int, across: ProcessGroup | None = None) -> Tensor:
+    """The same for each column of ``x`` [..., R, C]; ``across``: the ranks that have its other rows."""
+    if across is None:
+        return _to_columns(x, bits)
+    return _onto_size(x, bits, largest_across(_largest(x, -2), across))
+
+
+def rows_together(parts: Sequence[Tensor], bits: int, across: ProcessGroup | None = None) -> list[Tensor]:
+    """``rows`` of tensors [..., C] side by side: one grid for each row of all of them."""
+    return _together(parts, bits, -1, across)
+
+
+def columns_together(parts: Sequence[Tensor], bits: int, across: ProcessGroup | None = None) -> list[Tensor]:
+    """``columns`` of tensors [..., R, C] one above the other."""
+    return _together(parts, bits, -2, across)
+
+
+def _together(parts: Sequence[Tensor], bits: int, dim: int, across: ProcessGroup | None) -> list[Tensor]:
+    if len(parts) == 1:
+        return [(rows if dim == -1 else columns)(parts[0], bits, across)]
+    size = _largest(parts[0], dim)
+    for part in parts[1:]:
+        size = torch.maximum(size, _largest(part, dim))
+    if across is not None:
+        size = largest_across(size, across)
+    return [_onto_size(part, bits, size) for part in parts]
+
+
+def largest_across(size: Tensor, group: ProcessGroup) -> Tensor:
+    """Replaces each entry by the largest one of some ranks."""
+    size = size.contiguous()
+    dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
+    return size

@@ -1,0 +1,264 @@
+"""Linear layers and the embedding. A contraction that tensor ranks divide is added up in float64, and rounded after
+that; the grids of its operands come from the largest values on all of those ranks."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.exact.channels import Channels
+from equigrad.numerics.exact.fused import fused
+from equigrad.numerics.exact.grids import columns, columns_together, operand_bits, rows, rows_together, value
+from equigrad.numerics.exact.layers import LayerGrids, grids_of
+from equigrad.numerics.ops import Layer
+from equigrad.parallel.collectives import Split, gathered, reduce_scattered
+
+
+class _Linear(NamedTuple):
+    """One layer as autograd functions pass it on; they take its tensors apart from it, as they must.
+
+    scale: of its adapter; 0: it has none
+    """
+
+    grids: LayerGrids
+    scale: float
+
+
+def _apart(layers: Sequence[Layer]) -> tuple[tuple[_Linear, ...], list[Tensor | None]]:
+    """The layers, and their weights, biases and adapters' matrices, four for each."""
+    known, operands = [], list[Tensor | None]()
+    for layer in layers:
+        a, b, scale = layer.adapter or (None, None, 0.0)
+        known.append(_Linear(grids_of(layer), scale))
+        operands += [layer.weight, layer.bias, a, b]
+    return tuple(known), operands
+
+
+def _fours(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return list(zip(*(operands[n::4] for n in range(4)), strict=True))
+
+
+@fused
+def finish(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The end of a product: plus the bias, rounded."""
+    total = total + 0.0 if bias is None else total + bias
+    return total.to(dtype)
+
+
+@fused
+def plus(y: Tensor, x: Tensor) -> Tensor:
+    """``y`` plus a product that is rounded first, both in the type of ``y``."""
+    return (y.double() + x.to(y.dtype).double()).to(y.dtype)
+
+
+@fused
+def scaled(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The end of a product, times a number."""
+    return (total * scale + 0.0).to(dtype)
+
+
+def group_of(split: Split | None) -> Any:
+    """The process group, if ranks divide anything."""
+    return None if split is None else split.group
+
+
+def product(x: Tensor, weight: Tensor, length: int, across: Any = None) -> Tensor:
+    """``x`` [T, K] times ``weight`` [N, K] transposed, exact, float64; K are ``length`` on the ranks ``across``."""
+    a, b = operand_bits(length)
+    return rows(x, a, across) @ rows(weight, b, across).t()
+
+
+def back_product(dy: Tensor, weight: Tensor, length: int, across: Any = None) -> Tensor:
+    """``dy`` [T, N] times ``weight`` [N, K], exact, float64; N are ``length`` on the ranks ``across``."""
+    a, b = operand_bits(length)
+    return rows(dy, a, across) @ columns(weight, b, across)
+
+
+def token_product(out: Channels, dy: Tensor, into: Channels, x: Tensor) -> Tensor:
+    """``dy`` [T, N] transposed times ``x`` [T, K], the part that these tokens have in an exact sum over the step."""
+    return out.round(dy).t() @ into.round(x)
+
+
+def token_sum(out: Channels, dy: Tensor) -> Tensor:
+    """The sum of ``dy`` [T, N] over tokens, likewise."""
+    return out.round(dy).sum(0)
+
+
+def _gradients(needs: Sequence[bool], parameters: Sequence[Any], computed: Sequence[Callable[[], Tensor]]) -> list[Any]:
+    each = zip(parameters, computed, needs, strict=True)
+    return [weight_gradient(of, compute) if of is not None and needed else None for of, compute, needed in each]
+
+
+class ColumnLinears(torch.autograd.Function):
+    """From the residual stream to features: one input [own tokens, K], several weights [N, K] -> [T, N] each."""
+
+    @classmethod
+    def of(cls, x: Tensor, layers: Sequence[Layer], split: Split | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        known, operands = _apart(layers)
+        return cls.apply(x, split, dtype, known, *operands)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split: Split | None,
+        dtype: torch.dtype,
+        known: tuple[_Linear, ...],
+        *operands: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.x_dtype = x.dtype
+        x = gathered(x.to(dtype), split)
+        bits = operand_bits(x.shape[1])
+        xq, outputs, lows = rows(x, bits[0]), [], []
+        for (_, scale), (weight, bias, a, b) in zip(known, _fours(operands), strict=True):
+            y = finish(xq @ rows(weight, bits[1]).t(), bias, dtype)
+            low = None
+            if a is not None:
+                low = scaled(xq @ rows(a, bits[1]).t(), scale, dtype)
+                y = plus(y, product(low, b, low.shape[1]))
+            outputs.append(y)
+            lows.append(low)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *lows)
+        ctx.split, ctx.dtype, ctx.known, ctx.operands = split, dtype, known, operands
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, *lows = ctx.saved_tensors
+        split, dtype, known, operands = ctx.split, ctx.dtype, ctx.known, _fours(ctx.operands)
+        across = group_of(split)
+        a_bits, b_bits = operand_bits(sum(grids.outputs for grids, _ in known))
+        weights = [weight for weight, *_ in operands]
+        dyqs = rows_together(dys, a_bits, across)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            total = None
+            for dyq, weight in zip(dyqs, columns_together(weights, b_bits, across), strict=True):
+                total = dyq @ weight if total is None else total.addmm_(dyq, weight)
+            assert total is not None
+            dx = value(reduce_scattered(total, split), dtype)
+        gradients: list[Tensor | None] = []
+        into = known[0].grids
+        for n, ((grids, scale), dy, low, (weight, bias, a, b)) in enumerate(
+            zip(known, dys, lows, operands, strict=True)
+        ):
+            computed = [
+                partial(_weight_part, grids, "", dy, into, "", x),
+                partial(_bias_part, grids, dy),
+            ]
+            if a is not None:
+                dlow = back_product(dy, b, grids.outputs, across)
+                dlow = scaled(reduce_scattered(dlow, split), scale, dtype)
+                if dx is not None:
+                    dx = plus(dx, back_product(dlow, a, a.shape[0]))
+                own = x if split is None or x is None else split.take(x)
+                computed += [
+                    partial(_weight_part, grids, "a.", dlow, grids, "a.", own),
+                    partial(_weight_part, grids, "b.", dy, grids, "b.", low),
+                ]
+            parameters = (weight, bias, a, b)[: len(computed)]
+            needs = ctx.needs_input_grad[4 + 4 * n : 4 + 4 * n + len(computed)]
+            gradients += _gradients(needs, parameters, computed) + [None] * (4 - len(computed))
+        return (None if dx is None else dx.to(ctx.x_dtype), None, None, None, *gradients)
+
+
+def _weight_part(out: LayerGrids, a: str, dy: Tensor, into: LayerGrids, b: str, x: Tensor) -> Tensor:
+    return token_product(out[a + "out"], dy, into[b + "in"], x)
+
+
+def _bias_part(grids: LayerGrids, dy: Tensor) -> Tensor:
+    return token_sum(grids["out"], dy)
+
+
+class RowLinear(torch.autograd.Function):
+    """From features back to the residual stream: [T, K] -> [own tokens, N]; tensor ranks divide K."""
+
+    @classmethod
+    def of(cls, x: Tensor, layer: Layer, split: Split | None, dtype: torch.dtype) -> Tensor:
+        known, operands = _apart([layer])
+        return cls.apply(x, split, dtype, known[0], *operands)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        split: Split | None,
+        dtype: torch.dtype,
+        known: _Linear,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+    ) -> Tensor:
+        x = x.to(dtype)
+        length, across = known.grids.inputs, group_of(split)
+        bits = operand_bits(length)
+        xq = rows(x, bits[0], across)
+        y = finish(reduce_scattered(xq @ rows(weight, bits[1], across).t(), split), bias, dtype)
+        low = None
+        if a is not None and b is not None:
+            low = scaled(reduce_scattered(xq @ rows(a, bits[1], across).t(), split), known.scale, dtype)
+            y = plus(y, product(low, b, low.shape[1]))
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, low)
+        ctx.split, ctx.known, ctx.operands = split, known, (weight, bias, a, b)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        (grids, scale), (weight, bias, a, b) = ctx.known, ctx.operands
+        split = ctx.split
+        whole = gathered(dy, split)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = value(back_product(whole, weight, grids.outputs), dy.dtype)
+        computed = [partial(_weight_part, grids, "", whole, grids, "", x), partial(_bias_part, grids, dy)]
+        if a is not None:
+            dlow = gathered(scaled(back_product(dy, b, grids.outputs), scale, dy.dtype), split)
+            if dx is not None:
+                dx = plus(dx, back_product(dlow, a, a.shape[0]))
+            computed += [
+                partial(_weight_part, grids, "a.", dlow, grids, "a.", x),
+                partial(_weight_part, grids, "b.", dy, grids, "b.", low),
+            ]
+        gradients = _gradients(
+            ctx.needs_input_grad[4 : 4 + len(computed)], (weight, bias, a, b)[: len(computed)], computed
+        )
+        return (dx, None, None, None, *gradients, *[None] * (4 - len(computed)))
+
+
+class Embedding(torch.autograd.Function):
+    """Rows of a table, and zeros for tokens that are not ``known`` here. Where the head is the same table, the gradient
+    is one sum with the head's: see ``cross_entropy``."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, known: Tensor | None, weight: Tensor, grids: LayerGrids) -> Tensor:
+        ctx.save_for_backward(ids, known)
+        ctx.weight, ctx.grids = weight, grids
+        found = weight.index_select(0, ids)
+        if known is not None:
+            found = found.masked_fill(~known[:, None], 0.0)
+        return value(found, torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor | None, None]:
+        (ids, known), weight = ctx.saved_tensors, ctx.weight
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, None
+        compute = partial(_embedding_gradient, dy, ids, known, weight, ctx.grids)
+        return None, None, weight_gradient(weight, compute), None
+
+
+def _embedding_gradient(dy: Tensor, ids: Tensor, known: Tensor | None, weight: Tensor, grids: LayerGrids) -> Tensor:
+    gradient = torch.zeros_like(weight)
+    addend = grids["further" if "further" in grids.channels else "in"].round(dy)
+    if known is not None:
+        addend = addend.masked_fill(~known[:, None], 0.0)
+    return gradient.index_add_(0, ids, addend)
