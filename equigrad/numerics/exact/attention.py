@@ -559,3 +559,19 @@ def _sink_terms(sinks: Tensor, top: Tensor, total: Tensor, delta: Tensor) -> Ten
     """The gradient of the sinks at each query, [T, heads]."""
     p = (exp(sinks.float().double() - top.double()) / total).float()
     return -(p.double() * delta.double())
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, row: Row, window: int | None, sinks: Tensor | None, context: int
+) -> Tensor:
+    """Attention of the last tokens of sequences, ``q`` [T, heads, D], to all that a cache holds of each, [sequences,
+    room, kv_heads, D]: the bits that they would have if all tokens were computed together."""
+    out, place = torch.empty_like(q), 0
+    budget = Budget.of(q.shape[-1], context, q.shape[1] // max(keys.shape[2], 1))
+    for sequence, length in enumerate(row.lengths if q.shape[1] else ()):
+        stop = int(row.positions[place + length - 1]) + 1
+        tiles = query_blocks((stop,), ((stop - length, stop),), window)
+        own = slice(place, place + length)
+        out[own], _ = attend(q[own], keys[sequence, :stop], values[sequence, :stop], tiles, sinks, budget)
+        place += length
+    return out

@@ -8,6 +8,7 @@ Where the embedding is the head too, its gradient is one sum with the head's, ov
 input counts as one whose error is a power of two, in the channels ``further``.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,7 +127,7 @@ class CrossEntropy(torch.autograd.Function):
         needs_x, needs_weight, _, _, _, needs_a, needs_b = ctx.needs_input_grad
         head, weight, a, b = ctx.head, ctx.weight, ctx.a, ctx.b
         x, _, at, *_ = ctx.saved_tensors
-        gradients = partial(_gradients, ctx, dloss)
+        gradients = partial(_gradients, ctx.saved_tensors, weight, a, b, head, ctx.keep, dloss)
         later = needs_weight and is_deferred(weight), needs_b and is_deferred(b)
         total, low_total, dw, db = gradients(needs_x, needs_weight and not later[0], needs_b and not later[1])
         if later[0]:
@@ -166,14 +167,14 @@ def _at_own(total: Tensor, at: Tensor | None, head: Head) -> Tensor:
 
 
 def _gradients(
-    ctx: Any, dloss: Tensor, needs_x: bool, needs_weight: bool, needs_b: bool
+    saved: Sequence[Tensor], weight: Tensor, a: Tensor | None, b: Tensor | None, head: Head, keep: bool,
+    dloss: Tensor, needs_x: bool, needs_weight: bool, needs_b: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Those that are needed, float64: of the input at each token, of which tensor ranks add up theirs; so that of what
     an adapter made of it; of the weight, and of an adapter's second matrix."""
-    head, weight, b = ctx.head, ctx.weight, ctx.b
-    own_x, labels, at, kept, tops, totals = ctx.saved_tensors
+    own_x, labels, at, kept, tops, totals = saved
     x = at_tokens(own_x, at, head)
-    low, grids, across = adapted(x, ctx.a, head), head.grids, group_of(head.tensor)
+    low, grids, across = adapted(x, a, head), head.grids, group_of(head.tensor)
     own, here = own_columns(labels, head.tensor, head.vocabulary)
     first, second = operand_bits(head.vocabulary, _WIDE_EXTRA)
     products, sums = [], []
@@ -185,7 +186,7 @@ def _gradients(
     if any(sums):
         grids["loss"].see(dloss[:, None])
     for part in chunks(len(x), head.vocabulary):
-        z = kept[part] if ctx.keep else logits(x[part], weight, None if low is None else low[part], b, head)
+        z = kept[part] if keep else logits(x[part], weight, None if low is None else low[part], b, head)
         error = _errors(z, tops[part, None], totals[part], own[part], here[part], dloss[part])
         if any(products):
             by_token = rows(error, first, across)
