@@ -534,7 +534,9 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.nothing is not None:
             q, k, v, sinks = ctx.nothing
-            dsinks = None if sinks is None else weight_gradient(sinks, lambda: torch.zeros_like(sinks))
+            dsinks = None
+            if ctx.needs_input_grad[3]:
+                dsinks = weight_gradient(sinks, lambda: torch.zeros_like(sinks))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks, None, None, None, None
         q, k, v, out, *state = ctx.saved_tensors
         place: _Place = ctx.place
