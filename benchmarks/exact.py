@@ -1,8 +1,8 @@
-"""What the same bits everywhere cost: a step of exact numerics against one of native float32, and against native float32
-under PyTorch's deterministic mode, which promises less (the same bits in the same layout).
+"""What the same bits everywhere cost: a step of exact numerics against one of native float32, and against native
+float32 under PyTorch's deterministic mode, which promises less (the same bits in the same layout).
 
-Same shape, same samples, same threads; the exact side compiled, and as it runs without a compiler. Time, the memory that
-a process needs at its peak, and where the time goes.
+Same shape, same samples, same threads; the exact side compiled, and as it runs without a compiler. Time, the memory
+that a process needs at its peak, and where the time goes.
 
     python benchmarks/exact.py
 """
@@ -24,7 +24,6 @@ import torch  # noqa: E402
 from equigrad.config.load import make_job  # noqa: E402
 from equigrad.data.stream import Stream  # noqa: E402
 from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
-from equigrad.models.specs import parameter_count  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402

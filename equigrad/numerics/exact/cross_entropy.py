@@ -167,9 +167,17 @@ def _at_own(total: Tensor, at: Tensor | None, head: Head) -> Tensor:
 
 
 def _gradients(
-    saved: Sequence[Tensor], weight: Tensor, a: Tensor | None, b: Tensor | None, head: Head, keep: bool,
-    dloss: Tensor, needs_x: bool, needs_weight: bool, needs_b: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    saved: Sequence[Tensor],
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    head: Head,
+    keep: bool,
+    dloss: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_b: bool,
+) -> list[Any]:
     """Those that are needed, float64: of the input at each token, of which tensor ranks add up theirs; so that of what
     an adapter made of it; of the weight, and of an adapter's second matrix."""
     own_x, labels, at, kept, tops, totals = saved
@@ -177,12 +185,17 @@ def _gradients(
     low, grids, across = adapted(x, a, head), head.grids, group_of(head.tensor)
     own, here = own_columns(labels, head.tensor, head.vocabulary)
     first, second = operand_bits(head.vocabulary, _WIDE_EXTRA)
-    products, sums = [], []
-    for w, of_input, of_weight, inputs, name in (
-        (weight, needs_x, needs_weight, x, "in"), (b, needs_x and b is not None, needs_b, low, "b.in")
-    ):  # fmt: skip
-        products.append((columns(w, second, across), w.new_zeros(len(x), w.shape[1])) if of_input else None)
-        sums.append((grids[name].round(inputs), torch.zeros_like(w)) if of_weight else None)
+    # Of each matrix what it is multiplied by, and the sum: for the gradient of its input, and for its own.
+    products: list[tuple[Tensor, Tensor] | None] = [None, None]
+    sums: list[tuple[Tensor, Tensor] | None] = [None, None]
+    each = (weight, x, "in", needs_weight), (b, low, "b.in", needs_b)
+    for place, (w, inputs, name, needed) in enumerate(each):
+        if w is None or inputs is None:
+            continue
+        if needs_x:
+            products[place] = columns(w, second, across), w.new_zeros(len(x), w.shape[1])
+        if needed:
+            sums[place] = grids[name].round(inputs), torch.zeros_like(w)
     if any(sums):
         grids["loss"].see(dloss[:, None])
     for part in chunks(len(x), head.vocabulary):
@@ -198,4 +211,4 @@ def _gradients(
             for found in sums:
                 if found is not None:
                     found[1].addmm_(by_channel.t(), found[0][part])
-    return (*(None if found is None else found[1] for found in (*products, *sums)),)
+    return [None if found is None else found[1] for found in (*products, *sums)]

@@ -149,8 +149,8 @@ class _Router(torch.autograd.Function):
 
 
 class Sent(torch.autograd.Function):
-    """Copies of own tokens [T, H], and of those of all tensor ranks, to the experts of their choice. A token's gradients
-    are added in the order of its choices."""
+    """Copies of own tokens [T, H], and of those of all tensor ranks, to the experts of their choice. The gradients of a
+    token are added in the order of its choices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Dispatch, axis: Axis, split: Split | None, dtype: torch.dtype) -> Tensor:
