@@ -17,6 +17,7 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer",
     "info": "what is in a run, a checkpoint or a model folder",
     "report": "write a run's report.html again",
+    "audit": "do steps of a run again: are they what its trajectory says?",
 }
 
 OVERRIDABLE = ("train", "schedule", "eval")
@@ -28,7 +29,8 @@ usage: equigrad COMMAND ...
 
 {chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
 
-`equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else."""
+`equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else
+(audit: 1 contradicted, 3 unverifiable)."""
 
 _KEYS = """\
 Every key of a job, to be set in its file or as an override. Defaults are those of a job file that leaves the key out;
@@ -105,6 +107,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import tokenizer
 
         return tokenizer.main(arguments)
+    if command == "audit":
+        from equigrad.commands import audit
+
+        return audit.main(arguments)
     from equigrad.commands import info
 
     return info.main(arguments) if command == "info" else info.report_main(arguments)
@@ -189,6 +195,17 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("sources", nargs="+", help="builtin:NAME, files, globs or hf:NAME")
         add("--vocab-size", type=int, default=2048, metavar="N", help="tokens, special ones included (2048)")
         add("--out", required=True, metavar="DIR", help="folder for tokenizer.json")
+    elif command == "audit":
+        add("run", nargs="?", help="run folder with a trajectory (audit.enabled = true); it is not changed")
+        add("--steps", metavar="A..B", help="steps to do again; by default all of the trajectory")
+        add("--layout", default="one", metavar="WORDS", help="such as tp2, dp2+cp2, pp2+zero_bubble (one process)")
+        add("--merge", nargs="+", metavar="REPORT", help="add up reports of one run instead")
+        add("--json", metavar="FILE", help="write the report there as well")
+        add("--work", help=argparse.SUPPRESS)  # of the workers: where they meet, and leave their outcome
+        parser.epilog = (
+            "Exit codes: 0 everything that was asked for is confirmed, 1 contradicted, 3 unverifiable (or, with --merge,"
+            " not all steps are covered), 2 something that was given is wrong."
+        )
     else:
         add("path", help="run, checkpoint or Hugging Face folder" if command == "info" else "run folder")
         if command == "info":

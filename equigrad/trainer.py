@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from equigrad.build import build_parts
+from equigrad.checkpoint.huggingface import load_weights
 from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
@@ -30,6 +31,7 @@ from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.sharding import add_ends, add_up
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
+from equigrad.resolve import find_weights
 from equigrad.schedule.division import schedule_samples
 from equigrad.schedule.packing import Schedule
 
@@ -65,6 +67,18 @@ class Trainer:
         """Give the parameters, but those that are ``given``, their initial values, the same on every layout."""
         for part in self.parts.values():
             part.initialize(seed, given)
+
+    def begin(self, checkpoint: Path | None = None) -> None:
+        """Take up a checkpoint's state, or given weights, or initial values."""
+        if checkpoint is not None:
+            self.resume(checkpoint)
+        elif self.job.model.weights is not None:
+            found = find_weights(self.job.model.weights)
+            # Adapters and modules for multi-token prediction may be new to them.
+            self.initialize(self.job.seed, given=parameter_specs(found.model, found.lora))
+            load_weights(found, self.parameters)
+        else:
+            self.initialize(self.job.seed)
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""

@@ -20,6 +20,7 @@ LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
     {"commands"},
+    {"audit"},
     {"trainer"},
     {"build", "evaluation", "execution", "resolve", "rows", "run"},
     {"data", "schedule", "objectives", "optim", "checkpoint", "observe", "memory"},
@@ -39,7 +40,7 @@ BESIDE = {
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
-    "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
+    "audit.layouts", "audit.report", "audit.trajectory", "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
     "schedule.pipeline", "schedule.division", "schedule.text", "schedule.svg", "commands.schedule",
     "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",

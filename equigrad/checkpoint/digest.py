@@ -21,6 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,23 @@ from equigrad.parallel.ranks import gather, rank_and_size
 LEAF_BYTES = 2**20
 
 
+class Tree(NamedTuple):
+    """The digest of a set of tensors, and the node of each of them by which a difference is found; hexadecimal.
+
+    ``{"w": [[1, 2], [3, 4]]}`` in float32 is ``Tree(root="9e98...", nodes={"w": "9e98..."})``.
+    """
+
+    root: str
+    nodes: dict[str, str]
+
+
 def digest(tensors: Mapping[str, Placed], group: dist.ProcessGroup | None = None) -> str:
-    """The digest, the same on every rank; a collective of ``group`` (default: all ranks).
+    """The root alone of ``tree``."""
+    return tree(tensors, group).root
+
+
+def tree(tensors: Mapping[str, Placed], group: dist.ProcessGroup | None = None) -> Tree:
+    """The digest and its nodes, the same on every rank; a collective of ``group`` (default: all ranks).
 
     Rank r gathers and hashes the tensors r, r + n, ... of the n ranks' order, so ranks hash at the same time and none
     holds more than one whole tensor. Where ranks hold different copies, the lowest rank's counts.
@@ -52,18 +68,27 @@ def digest(tensors: Mapping[str, Placed], group: dist.ProcessGroup | None = None
                 nodes[block[rank]] = _node(block[rank], tensor, pool)
     for others in gather(nodes, group):
         nodes.update(others)
-    return _root([nodes[name] for name in names]).hex()
+    return _tree(nodes)
 
 
 def digest_files(path: Path, prefix: str = "model.") -> str:
+    """The root alone of ``tree_of_files``."""
+    return tree_of_files(path, prefix).root
+
+
+def tree_of_files(path: Path, prefix: str = "model.") -> Tree:
     """The digest of a checkpoint's tensors under ``prefix`` (removed from their names), read one by one.
 
-    Equal to ``digest`` of the tensors that were saved.
+    Equal to ``tree`` of the tensors that were saved.
     Raises: UserError if the checkpoint is damaged.
     """
     with ThreadPoolExecutor() as pool:
-        nodes = {name: _node(name, tensor, pool) for name, tensor in read_tensors(path, prefix)}
-    return _root([nodes[name] for name in sorted(nodes)]).hex()
+        return _tree({name: _node(name, tensor, pool) for name, tensor in read_tensors(path, prefix)})
+
+
+def _tree(nodes: Mapping[str, bytes]) -> Tree:
+    names = sorted(nodes)
+    return Tree(_root([nodes[name] for name in names]).hex(), {name: nodes[name].hex() for name in names})
 
 
 def _exchange(

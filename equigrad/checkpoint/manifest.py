@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from equigrad.errors import UserError
 
@@ -64,6 +64,16 @@ class Manifest(_Record):
     meta: dict[str, Any]
     rank_meta: tuple[dict[str, Any], ...]
 
+    @model_validator(mode="after")
+    def _stays_in_its_folder(self) -> "Manifest":
+        """A manifest may come from anybody: it names files beside it, and no others."""
+        if strange := [name for name in self.files if name in (".", "..") or set(name) & set("/\\\0:") or not name]:
+            raise ValueError(f"{strange[0]!r} is not the name of a file in the checkpoint's folder")
+        for name, tensor in self.tensors.items():
+            if missing := [box.file for box in tensor.boxes if box.file not in self.files]:
+                raise ValueError(f"{name} lies in {missing[0]!r}, which is not one of the checkpoint's files")
+        return self
+
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Writes the manifest of the checkpoint ``path`` and waits until it is on the disk."""
@@ -95,7 +105,21 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{file} has format {version}, of a newer equigrad; this one reads formats up to {FORMAT}")
     if body.pop("sha256", None) != _seal(body):
         raise UserError(f"{file} is damaged: it was changed after it had been written")
-    return Manifest.model_validate(body)
+    try:
+        return Manifest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file} is damaged: {where}{': ' * bool(where)}{first['msg']}") from None
+
+
+def newer_format(path: Path) -> int | None:
+    """The format of the checkpoint ``path`` where it is a newer one than this equigrad reads, else None."""
+    try:
+        version = json.loads((path / MANIFEST).read_bytes())["format"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return version if isinstance(version, int) and version > FORMAT else None
 
 
 def verify(path: Path, share: int = 0, of: int = 1) -> Manifest:

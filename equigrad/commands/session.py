@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from equigrad import __version__
+from equigrad.audit.recorder import Recorder
 from equigrad.checkpoint.digest import digest
 from equigrad.checkpoint.folder import latest
-from equigrad.checkpoint.huggingface import load_weights
 from equigrad.config import Job
 from equigrad.data.index import Stats
 from equigrad.data.stream import Batch, Stream
@@ -20,7 +20,7 @@ from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
-from equigrad.models.specs import flops_per_token, parameter_count, parameter_specs
+from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
@@ -29,7 +29,7 @@ from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, start
-from equigrad.resolve import check_layout, find_weights, resolve_vocabulary, resolve_weights
+from equigrad.resolve import check_layout, resolve_vocabulary, resolve_weights
 from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
@@ -51,7 +51,7 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
     world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
-    _give_state(trainer, checkpoint)
+    trainer.begin(checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
     if world.sum([float(world.is_main and trainer.step == job.train.steps and run.summary.exists())])[0]:
@@ -64,7 +64,8 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
         world.run_where(world.is_main, lambda: _begin(trainer, run))
-        observer = _Recorder(trainer, sinks, peak, progress)
+        recorder = Recorder(trainer, run.folder) if job.audit.enabled else None
+        observer = _Observer(trainer, sinks, peak, progress, recorder)
         finished = trainer.run(observer, stop)
         held_out = trainer.evaluate(observer) if finished else None
     if finished:
@@ -151,19 +152,6 @@ def _line(stats: Stats) -> str:
     return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
 
 
-def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
-    """A checkpoint's state, or given weights, or initial values."""
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    elif trainer.job.model.weights is not None:
-        found = find_weights(trainer.job.model.weights)
-        # Adapters and modules for multi-token prediction may be new to them.
-        trainer.initialize(trainer.job.seed, given=parameter_specs(found.model, found.lora))
-        load_weights(found, trainer.parameters)
-    else:
-        trainer.initialize(trainer.job.seed)
-
-
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
     """What is shown of the run, from here on."""
     job, step = trainer.job, trainer.step
@@ -185,13 +173,19 @@ def _sinks(trainer: Trainer, run: Run, progress: Progress | None) -> Sinks:
         return open_sinks(trainer.job, run.folder, trainer.step or None, progress)
 
 
-class _Recorder(Observer):
-    """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0."""
+class _Observer(Observer):
+    """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0; before that,
+    the trajectory gets its line."""
 
-    def __init__(self, trainer: Trainer, sinks: Sinks, peak: Peak | None, progress: Progress | None) -> None:
+    def __init__(
+        self, trainer: Trainer, sinks: Sinks, peak: Peak | None, progress: Progress | None, recorder: Recorder | None
+    ) -> None:
         self._trainer, self._sinks, self._peak, self._progress = trainer, sinks, peak, progress
+        self._recorder = recorder
 
     def step(self, record: dict[str, Any], batch: Batch) -> None:
+        if self._recorder is not None:
+            self._recorder.step(record, batch)
         job, world = self._trainer.job, self._trainer.world
         if self._peak is None or (record["step"] % job.observe.log_every and record["step"] != job.train.steps):
             return

@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from equigrad.config.audit import Audit
 from equigrad.config.base import Section
 from equigrad.config.checkpoint import Checkpoint
 from equigrad.config.data import BatchConfig, Data
@@ -37,6 +38,7 @@ class Job(Section):
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
+    audit: Audit = Audit()
 
     def common(self) -> dict[str, Any]:
         """What must be the same on all ranks: everything but where each of them keeps and computes it."""

@@ -1,0 +1,92 @@
+"""What a trajectory costs: the line of a step, its digests of tensors and batch, against the step itself.
+
+Exact numerics, the shapes of benchmarks/exact.py; compiled where there is a compiler, and plain. The share is of the
+step without its line, and of every line: `audit.every = n` divides what the tensors cost by n.
+
+    python benchmarks/audit.py
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import arguments, full_length_samples, pin_threads, ratio, show, spread, write
+
+OPTIONS = arguments("audit", __doc__ or "", rounds=5, tokens=4096, context=512, hidden="128,256,512")
+pin_threads(OPTIONS.threads)
+
+import torch  # noqa: E402
+
+from equigrad.audit.recorder import line_of  # noqa: E402
+from equigrad.config.load import make_job  # noqa: E402
+from equigrad.data.stream import Stream  # noqa: E402
+from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
+from equigrad.parallel.stop import StopRequest  # noqa: E402
+from equigrad.parallel.world import start  # noqa: E402
+from equigrad.trainer import Trainer  # noqa: E402
+
+INNER = {128: 352, 256: 704, 512: 1408}
+LAYERS = {128: 4, 256: 8, 512: 6}
+
+
+def make_trainer(hidden: int, compiled: bool, folder: Path) -> Trainer:
+    """The product's own loop."""
+    job = make_job(
+        {
+            "data": {"sources": [str(folder / "full.jsonl")], "context": OPTIONS.context, "append_eos": False,
+                     "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
+            "batch": {"tokens": OPTIONS.tokens, "row_tokens": OPTIONS.context},
+            "model": {"family": "qwen3", "vocab_size": 4096, "hidden_size": hidden,
+                      "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
+                      "num_attention_heads": hidden // 64},
+            "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
+            "numerics": {"kind": "exact", "compile": compiled},
+        },
+        "benchmark",
+    )  # fmt: skip
+    stream = Stream(job.data, job.batch, 0, byte_tokenizer())
+    trainer = Trainer(job, Path(tempfile.mkdtemp(dir=folder)), start(job.layout), stream)
+    trainer.initialize(0)
+    return trainer
+
+
+def measure(hidden: int, compiled: bool, folder: Path) -> dict[str, Any]:
+    """Seconds of steps and of their lines, taken in turns."""
+    trainer, stop = make_trainer(hidden, compiled, folder), StopRequest()
+    seconds: dict[str, list[float]] = {"step": [], "line": [], "line without tensors": []}
+    for turn in range(-2, OPTIONS.rounds):
+        began = time.perf_counter()
+        batch = trainer.stream.next_batch()
+        record, _ = trainer.update(batch, stop)
+        marks = [began, time.perf_counter()]
+        for tensors in (True, False):
+            line_of(trainer, tensors, record, batch)
+            marks.append(time.perf_counter())
+        if turn >= 0:
+            for name, a, b in zip(seconds, marks, marks[1:], strict=False):
+                seconds[name].append(b - a)
+    trainer.checkpointer.close()
+    size = sum(p.tensor.numel() * p.tensor.element_size() for p in trainer.state().values())
+    shares = {name: ratio(own, seconds["step"]) for name, own in seconds.items() if name != "step"}
+    what = f"hidden {hidden}, {'compiled' if compiled else 'plain'}"
+    for name, value in shares.items():
+        show(f"{what}: {name} / step", value, 4)
+    return {"seconds": {n: spread(s) for n, s in seconds.items()}, "of_step": shares, "digested_mb": size / 1e6}
+
+
+def main() -> None:
+    result: dict[str, Any] = {"threads": OPTIONS.threads, "tokens_per_step": OPTIONS.tokens, "shapes": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        full_length_samples(folder, OPTIONS.context)
+        for hidden in map(int, OPTIONS.hidden.split(",")):
+            for compiled in (True, False):
+                found = measure(hidden, compiled, folder)
+                result["shapes"][f"hidden {hidden}, {'compiled' if compiled else 'plain'}"] = found
+                torch.compiler.reset()
+    write(OPTIONS.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Trajectories of runs, and the replay that confirms or contradicts them."""

@@ -1,0 +1,231 @@
+"""Does a run's steps again, from a checkpoint or from the beginning, and compares them with its trajectory.
+
+The run may be anybody's. Of its folder JSON, TOML and safetensors are read and nothing else; nothing is written there,
+no code comes from there, and what it might have left in a cache of tokenised text is not used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equigrad.audit.recorder import data_digests, line_of
+from equigrad.audit.trajectory import (
+    NAME,
+    SECTIONS,
+    Contradiction,
+    Line,
+    Unverifiable,
+    check_settings,
+    compare,
+    has_tensors,
+    job_with,
+    lines,
+)
+from equigrad.checkpoint.digest import tree_of_files
+from equigrad.checkpoint.folder import latest, list_checkpoints, step_of
+from equigrad.checkpoint.manifest import newer_format, read_manifest
+from equigrad.config import Job
+from equigrad.data.stream import Stream
+from equigrad.data.vocabulary import build_tokenizer
+from equigrad.errors import UserError
+from equigrad.parallel.stop import StopRequest
+from equigrad.parallel.world import World
+from equigrad.run import Run
+from equigrad.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done again.
+
+    steps:      first and last step that are asked for
+    base:       the step to start from: of ``checkpoint``, or the run's first, whose state comes from the seed
+    job:        of ``job.toml``
+    segments:   settings, and the last step for which they hold; one after another
+    """
+
+    run: Run
+    steps: tuple[int, int]
+    base: int
+    checkpoint: Path | None
+    job: Job
+    segments: tuple[tuple[dict[str, Any], int], ...]
+
+    def jobs(self, layout: dict[str, Any]) -> list[Job]:
+        """The job of each segment on the layout."""
+        return [job_with(self.job, settings, layout) for settings, _ in self.segments]
+
+
+@dataclass
+class Progress:
+    """How far a replay has come: steps whose lines were found again, and those of them with their tensors."""
+
+    confirmed: list[int] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        """The line of a step was found again."""
+        self.confirmed.append(line["step"])
+        self.tensors += [line["step"]] if has_tensors(line) else []
+
+
+def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
+    """Check the whole trajectory and find where to start. ``steps`` None: all of them.
+
+    Raises: Contradiction, Unverifiable; UserError for files that cannot be read.
+    """
+    jobs: list[tuple[int, dict[str, Any]]] = []
+    known: list[int] = []
+    digested: set[int] = set()
+    for line, _ in lines(run.folder / NAME):
+        if line["kind"] == "job":
+            jobs.append((line["step"], line["settings"]))
+        else:
+            known.append(line["step"])
+            digested |= {line["step"]} if has_tensors(line) else set()
+    if not known:
+        raise Unverifiable(f"{NAME} has no step yet")
+    begin, end = known[0], known[-1]
+    first, last = steps or (begin, end)
+    if first < begin or last > end:
+        raise Unverifiable(f"steps {first}..{last} are not in the trajectory, which has {begin}..{end}")
+    job = run.job()
+    check_settings(job, jobs[-1][1])
+    if remote := [s.path for s in (*job.data.sources, *job.data.held_out_sources) if s.path.startswith("hf:")]:
+        raise Unverifiable(f"{remote[0]} is not opened for a run of others: the library that reads it may run code")
+    base, checkpoint = _base(run, begin, first, digested)
+    borders = [step for step, _ in jobs[1:]] + [last]
+    held = [(settings, min(border, last)) for (_, settings), border in zip(jobs, borders, strict=True)]
+    segments = [(settings, stop) for settings, stop in held if stop > base]
+    # One that ends where the one before ends holds for no step.
+    segments = [s for n, s in enumerate(segments) if not n or s[1] > segments[n - 1][1]]
+    return Plan(run, (first, last), base, checkpoint, job, tuple(segments or [(jobs[0][1], last)]))
+
+
+def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
+    """The latest state before ``first`` that the trajectory knows."""
+    for path in reversed(list_checkpoints(run.folder / "checkpoints")):
+        if begin <= step_of(path) <= max(first - 1, begin) and step_of(path) in digested:
+            _check_files(path)
+            return step_of(path), path
+    if begin > 0:
+        raise Unverifiable(f"the trajectory begins at step {begin}, and no checkpoint of it from before step {first} is there")
+    return 0, None
+
+
+def _check_files(path: Path) -> None:
+    """That the checkpoint is there, may be read, and lies in its own folder."""
+    step = step_of(path)
+    if version := newer_format(path):
+        raise Unverifiable(f"{path.name} has format {version}, of a newer equigrad")
+    try:
+        manifest = read_manifest(path)
+    except UserError as error:
+        raise Contradiction(step, "checkpoint", str(error)) from None
+    if manifest.step != step:
+        raise Contradiction(step, "checkpoint", f"{path.name} says that it is of step {manifest.step}")
+    for name in manifest.files:
+        if not (path / name).is_file():
+            raise Unverifiable(f"{path.name}/{name} is missing")
+        if (path / name).resolve().parent != path.resolve():
+            raise Contradiction(step, "checkpoint", f"{path.name}/{name} leads out of the checkpoint")
+
+
+def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progress: Progress) -> None:
+    """Do the plan on the ranks of ``world``; called on all of them, and ends alike on all of them.
+
+    work: a folder of the audit's own, the same for all ranks
+    Raises: Contradiction at the first difference; Unverifiable where there is one that proves nothing.
+    """
+    said = _steps(plan)
+    checkpoint = plan.checkpoint
+    for number, (job, (_, stop)) in enumerate(zip(plan.jobs(layout), plan.segments, strict=True)):
+        trainer = _open(job, plan.run, world, work)
+        if number == 0:
+            _start(trainer, plan, next(said), progress)
+        else:
+            trainer.begin(checkpoint)
+        while trainer.step < stop:
+            _step(trainer, next(said), progress)
+        if stop < plan.steps[1]:  # the run was resumed with other settings, by a checkpoint such as this
+            trainer.save()
+            checkpoint = latest(work / "checkpoints")
+        trainer.checkpointer.close()
+
+
+def _steps(plan: Plan) -> Iterator[Line]:
+    """The lines from ``base`` on."""
+    for line, _ in lines(plan.run.folder / NAME):
+        if line["kind"] == "step" and line["step"] >= plan.base:
+            yield line
+
+
+def _open(job: Job, run: Run, world: World, work: Path) -> Trainer:
+    def opened() -> Stream:
+        data = job.data.model_copy(update={"cache": str(work / "cache")})
+        return Stream(data, job.batch, job.seed, build_tokenizer(data, run.tokenizer))
+
+    first = world.run_where(world.local_rank == 0, opened)
+    rest = world.run_where(world.local_rank != 0, opened)
+    return Trainer(job, work, world, first or rest)
+
+
+def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None:
+    """Give the trainer the state to start from, which must be the one that the trajectory tells of."""
+    now = {"data": data_digests(trainer.stream)}
+    if now["data"] != line["data"]:
+        _differ(trainer, line["step"], compare(line | dict.fromkeys(SECTIONS), line | now), "the text is another one")
+    checkpoint = plan.checkpoint
+    try:
+        trainer.begin(checkpoint)
+    except (UserError, RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if checkpoint is None:
+            raise
+        where = _damaged(checkpoint, line)
+        if where is None and isinstance(error, RuntimeError):
+            raise
+        raise Contradiction(line["step"], where or "checkpoint", f"{checkpoint.name}: {error}") from error
+    if where := compare(line, line_of(trainer, has_tensors(line)), state=True):
+        if checkpoint is None and trainer.job.model.weights is not None:
+            raise Unverifiable(f"{trainer.job.model.weights} does not hold what the run began from ({where})")
+        source = "the initial state" if checkpoint is None else checkpoint.name
+        _differ(trainer, line["step"], where, f"{source} is not the state of the trajectory", checkpoint is None)
+    if line["batch"] is None:  # there is nothing more in this line
+        progress.add(line)
+
+
+def _damaged(checkpoint: Path, line: Line) -> str | None:
+    """The first tensor of a damaged checkpoint that is not what the line says, as far as its files can be read."""
+    try:
+        for section, prefix in SECTIONS.items():
+            found = {section: tree_of_files(checkpoint, prefix)._asdict()}
+            others = dict.fromkeys(name for name in SECTIONS if name != section)
+            if where := compare(line | others, line | found):
+                return where
+    except Exception:  # of what is damaged, anything can be expected
+        pass
+    return None
+
+
+def _step(trainer: Trainer, line: Line, progress: Progress) -> None:
+    """Do one step, and compare."""
+    batch = trainer.stream.next_batch()
+    try:
+        record, _ = trainer.update(batch, StopRequest())
+    except UserError as error:
+        _differ(trainer, line["step"], "loss", f"the step is refused: {error}", computed=True)
+    where = compare(line, line_of(trainer, has_tensors(line), record, batch))
+    if where:
+        computed = where.split(":")[0] in ("loss", "grad_norm", *SECTIONS)
+        _differ(trainer, line["step"], where, "done again, the step has another value", computed)
+    progress.add(line)
+
+
+def _differ(trainer: Trainer, step: int, where: str, why: str, computed: bool = False) -> None:
+    """A difference is a contradiction, unless it is one of results whose bits depend on machine and layout."""
+    if computed and trainer.job.numerics.kind == "native":
+        raise Unverifiable(
+            f"step {step}, {where}: {why}; in native numerics bits depend on machine and layout, so that proves nothing"
+        )
+    raise Contradiction(step, where, why)
