@@ -203,7 +203,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("--json", metavar="FILE", help="write the report there as well")
         add("--work", help=argparse.SUPPRESS)  # of the workers: where they meet, and leave their outcome
         parser.epilog = (
-            "Exit codes: 0 everything that was asked for is confirmed, 1 contradicted, 3 unverifiable (or, with --merge,"
+            "Exit codes: 0 everything that was asked for is confirmed, 1 contradicted, 3 unverifiable (with --merge:"
             " not all steps are covered), 2 something that was given is wrong."
         )
     else:

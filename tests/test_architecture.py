@@ -40,7 +40,8 @@ BESIDE = {
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 TORCH_FREE = [
-    "audit.layouts", "audit.report", "audit.trajectory", "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
+    "audit.layouts", "audit.report", "audit.trajectory",
+    "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
     "schedule.pipeline", "schedule.division", "schedule.text", "schedule.svg", "commands.schedule",
     "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",

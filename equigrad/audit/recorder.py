@@ -33,14 +33,17 @@ def data_digests(stream: Stream) -> list[str]:
     return [source["digest"] for source in stream.cursor()["sources"]]
 
 
-def line_of(trainer: Trainer, tensors: bool, record: Mapping[str, Any] | None = None, batch: Batch | None = None) -> Line:
+def line_of(
+    trainer: Trainer, tensors: bool, record: Mapping[str, Any] | None = None, batch: Batch | None = None
+) -> Line:
     """The line of the step that was just done, without its chain; a collective, the same on every rank.
 
     tensors: whether they are digested. Without ``record`` and ``batch`` it is a state that no step has led to.
     """
     cursor, counters = trainer.stream.cursor(), trainer.counters
     progress = {key: counters[key] for key in ("tokens", "skipped", "skipped_in_a_row")}
-    progress |= {"updates": trainer.optimizer.updates, "sources": [[s["samples"], s["tokens"]] for s in cursor["sources"]]}
+    progress["updates"] = trainer.optimizer.updates
+    progress["sources"] = [[source["samples"], source["tokens"]] for source in cursor["sources"]]
     return {
         "format": trajectory.FORMAT,
         "kind": "step",

@@ -110,7 +110,9 @@ def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Pa
             _check_files(path)
             return step_of(path), path
     if begin > 0:
-        raise Unverifiable(f"the trajectory begins at step {begin}, and no checkpoint of it from before step {first} is there")
+        raise Unverifiable(
+            f"the trajectory begins at step {begin}, and there is no checkpoint from before step {first}"
+        )
     return 0, None
 
 
@@ -152,6 +154,8 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
             trainer.save()
             checkpoint = latest(work / "checkpoints")
         trainer.checkpointer.close()
+    if progress.confirmed[-1:] != [plan.steps[1]]:
+        raise Unverifiable(f"only steps {progress.confirmed} were done again")
 
 
 def _steps(plan: Plan) -> Iterator[Line]:
@@ -173,19 +177,18 @@ def _open(job: Job, run: Run, world: World, work: Path) -> Trainer:
 
 def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None:
     """Give the trainer the state to start from, which must be the one that the trajectory tells of."""
-    now = {"data": data_digests(trainer.stream)}
-    if now["data"] != line["data"]:
-        _differ(trainer, line["step"], compare(line | dict.fromkeys(SECTIONS), line | now), "the text is another one")
+    if where := compare(line | dict.fromkeys(SECTIONS), line | {"data": data_digests(trainer.stream)}):
+        raise Contradiction(line["step"], where, "the text is another one")
     checkpoint = plan.checkpoint
     try:
         trainer.begin(checkpoint)
     except (UserError, RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
         if checkpoint is None:
             raise
-        where = _damaged(checkpoint, line)
-        if where is None and isinstance(error, RuntimeError):
+        damaged = _damaged(checkpoint, line)
+        if damaged is None and isinstance(error, RuntimeError):
             raise
-        raise Contradiction(line["step"], where or "checkpoint", f"{checkpoint.name}: {error}") from error
+        raise Contradiction(line["step"], damaged or "checkpoint", f"{checkpoint.name}: {error}") from error
     if where := compare(line, line_of(trainer, has_tensors(line)), state=True):
         if checkpoint is None and trainer.job.model.weights is not None:
             raise Unverifiable(f"{trainer.job.model.weights} does not hold what the run began from ({where})")

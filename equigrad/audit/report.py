@@ -1,11 +1,12 @@
 """Reports of audits: what was audited, where, and with which verdict; and what several of them say together.
 
-A report carries the SHA-256 of its canonical JSON without it. That finds damage and careless changes; it is no signature,
-and who made a report is for others to say. Torch-free.
+A report carries the SHA-256 of its canonical JSON without it. That finds damage and careless changes; it is no
+signature, and who made a report is for others to say. Torch-free.
 """
 
 import json
 import platform
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,10 +44,13 @@ def subject(folder: Path) -> dict[str, Any] | None:
     """By what a run is known: its trajectory's last chain and job, first and last step. None where they cannot be
     read. Nothing of it is checked."""
     try:
-        text = (folder / NAME).read_bytes()
-        first, *_, last = map(json.loads, text[: text.rindex(b"\n")].split(b"\n"))
+        with (folder / NAME).open("rb") as file:
+            text = next(file)
+            ends = deque([text], 1)
+            ends.extend(line for line in file if line.endswith(b"\n"))  # of what may be a long file, the last line
+        first, last = json.loads(text), json.loads(ends[0])
         return {"chain": last["chain"], "job": last["job"], "first": first["step"], "last": last["step"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, StopIteration, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -108,7 +112,7 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
         if body["run"] != first["run"]:
             raise UserError(f"{path} is of another run than {origin}, or of another length of it")
     run = first["run"]
-    counts = {step: 0 for step in range(run["first"], run["last"] + 1)}
+    counts = dict.fromkeys(range(run["first"], run["last"] + 1), 0)
     for _, body in reports.values():
         for step in _confirmed(body):
             if step in counts:

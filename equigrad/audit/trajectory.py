@@ -71,7 +71,7 @@ def settings(job: Job) -> dict[str, Any]:
 
     In exact numerics neither how samples are packed, nor what is compiled or recomputed.
     """
-    left_out: dict[str, Any] = {key: True for key in ("name", "layout", "observe", "checkpoint", "audit")}
+    left_out: dict[str, Any] = dict.fromkeys(("name", "layout", "observe", "checkpoint", "audit"), True)
     left_out["train"] = {"steps", "eval_every", "eval_tokens"}
     left_out["data"] = {"cache": True, "held_out_sources": True, "tokenizer": True,
                         "sources": {"__all__": {"path"}}}  # fmt: skip

@@ -93,7 +93,7 @@ def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argum
     world, progress = start(Layout(**layout)), replay.Progress()
     own = tempfile.TemporaryDirectory(prefix="equigrad-audit-") if not arguments.work and world.is_main else None
     with own or nullcontext() as folder:
-        work = Path(gather(arguments.work or folder)[0])
+        work = Path(gather(str(arguments.work or folder))[0])
         plan, outcome = _tried(lambda: replay.plan(run, steps), progress, None, alike)
         if plan is not None:
             _, outcome = _tried(lambda: replay.replay(plan, layout, world, work, progress), progress, plan, alike)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from equigrad import __version__

@@ -1,0 +1,405 @@
+"""An audit confirms what is so, finds what was changed and says where, and never confirms what it could not check."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from equigrad.errors import UserError
+from tests.audit.runs import (
+    Line,
+    audit,
+    change_line,
+    change_manifest,
+    flip_bit,
+    rechained,
+    replace_in,
+    trajectory,
+    write,
+)
+from tests.jobs import command, inside
+
+FIRST = "first difference  "
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+# What is confirmed
+
+
+def test_a_whole_run_is_confirmed_from_its_seed_and_nothing_in_it_is_touched(copy: Path) -> None:
+    before = contents(copy)
+    code, told = audit(copy)
+    assert code == 0, told
+    assert "found again       steps 0..6, 7 of them with their tensors" in told
+    assert "the initial state of step 0" in told
+    assert contents(copy) == before
+
+
+def test_steps_are_confirmed_from_the_nearest_checkpoint_on_another_layout(audited: Path, tmp_path: Path) -> None:
+    done = command("audit", audited, "--steps", "6", "--layout", "tp2", "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the checkpoint of step 4" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["verdict"], report["steps"], report["confirmed"]) == ("confirmed", [6, 6], [5, 6])
+    assert (report["layout"], report["tensors"]) == ("tp2", 2)
+    assert report["run"] == {"chain": trajectory(audited)[-1]["chain"], "job": trajectory(audited)[-1]["job"],
+                             "first": 0, "last": 6}  # fmt: skip
+
+
+def test_what_several_workers_find_is_told_like_what_one_finds(copy: Path) -> None:
+    flip_bit(copy, 4, WEIGHT, hidden=True)
+    done = command("audit", copy, "--steps", "5", "--layout", "tp2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{FIRST}step 4, parameters: layers.1.mlp.down_proj.weight" in done.stdout
+
+
+def test_an_audit_goes_on_over_a_change_of_settings(copy: Path) -> None:
+    inside("train", "--run", copy, "--resume", "--train.steps", "8", "--optim.lr", "0.002", "--batch.tokens", "150")
+    code, told = audit(copy, "--steps", "5..8")
+    assert code == 0, told
+    assert "steps 5..8" in told
+    change_line(copy, 8, lambda line: line.update(loss="0x1.0p+2"), hidden=True)
+    assert audit(copy, "--steps", "5..8")[1].splitlines()[1] == f"{FIRST}step 8, loss"
+
+
+def test_lines_without_tensors_are_confirmed_as_far_as_they_go(train: Callable[..., Path]) -> None:
+    run = train(audit__every=4, train__steps=5, checkpoint__every=3)
+    code, told = audit(run, "--steps", "4..5")
+    assert code == 0, told
+    assert "steps 0..5, 3 of them with their tensors" in told  # the checkpoint of step 3 is not bound by a digest
+
+
+def test_the_first_step_of_a_trajectory_that_begins_later(train: Callable[..., Path]) -> None:
+    run = train("--train.steps", "2", audit__enabled=False)
+    inside("train", "--run", run, "--resume", "--train.steps", "4", "--audit.enabled", "true")
+    code, told = audit(run)
+    assert code == 0, told
+    assert "found again       steps 2..4" in told
+    assert audit(run, "--steps", "1")[0] == 3
+    shutil.rmtree(run / "checkpoints/step-00000002")
+    code, told = audit(run)
+    assert (code, "begins at step 2" in told) == (3, True)
+
+
+def test_native_numerics_are_confirmed_on_the_same_machine_and_layout(train: Callable[..., Path]) -> None:
+    run = train(numerics__kind="native", train__steps=3)
+    assert audit(run) == audit(run, "--steps", "0..3")
+    code, told = audit(run)
+    assert code == 0, told
+    change_line(run, 3, lambda line: line.update(loss="0x1.0p+2"), hidden=True)
+    code, told = audit(run)
+    assert code == 3
+    assert "step 3, loss" in told
+    assert "native numerics" in told
+    change_line(run, 3, lambda line: line.update(batch="00"), hidden=True)  # which no rounding explains
+    code, told = audit(run)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 3, batch")
+
+
+# What is contradicted, and where
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "where"),
+    [
+        (f"model.{WEIGHT}", "parameters: "),
+        (f"optim.exp_avg.{WEIGHT}", "optimizer: exp_avg."),
+        (f"optim.exp_avg_sq.{WEIGHT}", "optimizer: exp_avg_sq."),
+        ("grids.model.embed_tokens.weight/in", "grids: "),
+    ],
+)
+def test_a_flipped_bit_of_a_checkpoint_is_found_by_the_name_of_its_tensor(
+    copy: Path, tensor: str, where: str, hidden: bool
+) -> None:
+    flip_bit(copy, 4, tensor, hidden=hidden)
+    code, told = audit(copy, "--steps", "5")
+    name = tensor.split(".", 2 if tensor.startswith("optim") else 1)[-1]
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, {where}{name}")
+
+
+def _root(line: Line) -> None:
+    line["parameters"]["root"] = "0" * 64
+
+
+def _node(line: Line) -> None:
+    line["optimizer"]["nodes"][f"exp_avg.{WEIGHT}"] = "0" * 64
+
+
+EDITS: dict[str, tuple[Callable[[Line], Any], str]] = {
+    "loss": (lambda line: line.update(loss="0x1.0p+2"), "loss"),
+    "grad_norm": (lambda line: line.update(grad_norm="0x1.0p+2"), "grad_norm"),
+    "batch": (lambda line: line.update(batch="0" * 64), "batch"),
+    "data": (lambda line: line.update(data=["0" * 64]), "data: 0"),
+    "parameters": (_root, "parameters: root"),
+    "optimizer": (_node, f"optimizer: exp_avg.{WEIGHT}"),
+    "missing tensor": (lambda line: line["grids"]["nodes"].popitem(), "grids: model.norm.weight/sum"),
+    "more tensors": (lambda line: line["routing"]["nodes"].update(extra="0" * 64), "routing: extra"),
+    "no tensors": (lambda line: line.update(parameters={}), "parameters: nodes"),
+    "tokens": (lambda line: line["progress"].update(tokens=1), "progress: tokens"),
+    "updates": (lambda line: line["progress"].update(updates=True), "progress: updates"),
+    "cursor": (lambda line: line["progress"].update(sources=[[1, 1]]), "progress: sources.0.0"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_changed_line_is_found_also_where_its_chain_is_made_anew(copy: Path, edit: str) -> None:
+    change, where = EDITS[edit]
+    change_line(copy, 5, change, hidden=False)
+    code, told = audit(copy, "--steps", "6")  # the whole chain is checked
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 5, chain")
+    write(copy, rechained(trajectory(copy)))
+    code, told = audit(copy, "--steps", "5..6")
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 5, {where}")
+
+
+def _format(line: Line) -> None:
+    line["format"] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda lines: lines.pop(4), "step 4, {chain}"),
+        (lambda lines: lines.insert(3, lines.pop(4)), "step 3, {chain}"),
+        (lambda lines: lines.insert(4, lines[4]), "step 3, {chain}"),
+        (lambda lines: lines.pop(0), "step 0, {chain}"),
+        (lambda lines: lines[4].update(step=4), "step 4, {chain}"),
+        (lambda lines: _format(lines[4]), "step 3, line"),
+        (lambda lines: lines[4].pop("loss"), "step 3, line"),
+        (lambda lines: lines[4].update(more=1), "step 3, line"),
+        (lambda lines: lines[4].update(step="3"), "step 3, line"),
+    ],
+    ids="deleted swapped doubled headless renumbered format field-gone field-more step-text".split(),
+)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_file_that_was_cut_up_is_found(
+    copy: Path, change: Callable[[list[Line]], Any], where: str, hidden: bool
+) -> None:
+    lines = trajectory(copy)
+    change(lines)
+    if hidden and lines[0]["kind"] != "job":
+        pytest.skip("without its job there is nothing to make a chain of")
+    write(copy, rechained(lines) if hidden else lines)
+    code, told = audit(copy, "--steps", "1")
+    found = told.splitlines()[1].removeprefix(FIRST)
+    expected = where.format(chain="step" if hidden else "chain")
+    assert code == 1
+    assert found == expected or (hidden and "swapped" in os.environ["PYTEST_CURRENT_TEST"] and found == "step 3, step")
+
+
+def test_a_line_that_is_cut_short_in_the_middle_is_found(copy: Path) -> None:
+    lines = (copy / "trajectory.jsonl").read_bytes().splitlines(keepends=True)
+    lines[4] = lines[4][:100] + b"\n"
+    (copy / "trajectory.jsonl").write_bytes(b"".join(lines))
+    code, told = audit(copy, "--steps", "1")
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 3, line")
+
+
+@pytest.mark.parametrize("steps", ["1..3", "5..6"], ids=["from the seed", "from a checkpoint"])
+def test_another_text_is_found(train: Callable[..., Path], tmp_path: Path, steps: str) -> None:
+    run = train()
+    replace_in(tmp_path / "text.jsonl", "the age of wisdom", "the age of welcome")
+    code, told = audit(run, "--steps", steps)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step {'0' if steps == '1..3' else '4'}, data: 0")
+
+
+@pytest.mark.parametrize("steps", ["2", "6"], ids=["from the seed", "from a checkpoint"])
+def test_another_learning_rate_in_the_job_is_found(copy: Path, steps: str) -> None:
+    replace_in(copy / "job.toml", "lr = 0.01", "lr = 0.011")
+    code, told = audit(copy, "--steps", steps)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}job.toml: optim.lr")
+    # Where job, settings, digests and chain are all made to agree, only doing the steps again tells.
+    lines = trajectory(copy)
+    lines[0]["settings"]["optim"]["lr"] = 0.011
+    write(copy, rechained(lines))
+    code, told = audit(copy, "--steps", steps)
+    changed = 1 if steps == "2" else 5
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step {changed}, parameters: model.embed_tokens.weight".replace(
+        "parameters: model.embed_tokens.weight", told.splitlines()[1].partition(f"step {changed}, ")[2]))  # fmt: skip
+    assert f"step {changed}, parameters: " in told
+
+
+def test_another_seed_is_found_in_the_initial_state(copy: Path) -> None:
+    replace_in(copy / "job.toml", "seed = 3", "seed = 4")
+    lines = trajectory(copy)
+    lines[0]["settings"]["seed"] = 4
+    write(copy, rechained(lines))
+    code, told = audit(copy, "--steps", "1")
+    assert (code, "step 0, parameters: " in told) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "sealed"),
+    [
+        (lambda body: body["meta"]["counters"].update(tokens=1), True),
+        (lambda body: body["meta"].update(updates=3), True),
+        (lambda body: body["meta"]["cursor"]["sources"][0].update(samples=0), True),
+        (lambda body: body["meta"].pop("updates"), True),
+        (lambda body: body["meta"]["cursor"]["order"].update(seed=4), True),
+        (lambda body: body.update(meta=[]), True),
+        (lambda body: body.update(step=2), True),
+        (lambda body: body["meta"].update(updates=3), False),
+    ],
+    ids=["tokens", "updates", "cursor", "gone", "order", "malformed", "step", "seal"],
+)
+def test_a_changed_manifest_is_found(copy: Path, change: Callable[[dict[str, Any]], None], sealed: bool) -> None:
+    change_manifest(copy, 4, change, sealed=sealed)
+    code, told = audit(copy, "--steps", "5")
+    assert (code, told.splitlines()[1].startswith(f"{FIRST}step 4, ")) == (1, True), told
+
+
+# What cannot be verified
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda run: None, "steps 7..9 are not in the trajectory"),
+        (lambda run: (run / "trajectory.jsonl").unlink(), "trajectory.jsonl cannot be read"),
+        (lambda run: (run / "trajectory.jsonl").write_text(""), "no step yet"),
+        (lambda run: (run / "trajectory.jsonl").write_text('{"format":2,"new":"things"}\n'), "a newer equigrad"),
+        (lambda run: (run / "job.toml").unlink(), "no job.toml"),
+    ],
+    ids=["steps", "no trajectory", "empty", "newer", "no job"],
+)
+def test_what_is_not_there_cannot_be_verified(copy: Path, spoil: Callable[[Path], Any], why: str) -> None:
+    spoil(copy)
+    code, told = audit(copy, "--steps", "7..9" if "steps 7" in why else "6")
+    assert (code, why in told) == (3, True), told
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda run: (run / "checkpoints/step-00000004/rank-00000.safetensors").unlink(), "is missing"),
+        (lambda run: change_manifest(run, 4, lambda body: body.update(format=9)), "of a newer equigrad"),
+        (lambda run: replace_in(run / "job.toml", str(run.parent), "/nowhere"), None),
+        (lambda run: replace_in(run / "job.toml", "[data]", "[data]\nnew_key = 1"), "unknown key 'data.new_key'"),
+        (lambda run: (run / "tokenizer/tokenizer.json").write_text("{}"), "tokenizer"),
+    ],
+    ids=["file", "newer", "text", "key", "tokenizer"],
+)
+def test_what_cannot_be_opened_cannot_be_verified(
+    copy: Path, audited: Path, spoil: Callable[[Path], Any], why: str | None
+) -> None:
+    if why is None:
+        replace_in(copy / "job.toml", str(audited.parent), "/nowhere")
+    else:
+        spoil(copy)
+    code, told = audit(copy, "--steps", "5")
+    assert (code, (why or "/nowhere") in told) == (3, True), told
+
+
+def test_the_line_that_a_killed_run_was_writing_is_no_step_yet(copy: Path) -> None:
+    file = copy / "trajectory.jsonl"
+    file.write_bytes(file.read_bytes()[:-10])
+    code, told = audit(copy, "--steps", "6")
+    assert (code, "which has 0..5" in told) == (3, True)
+    assert audit(copy, "--steps", "5")[0] == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), UserError("?"), StopIteration()])
+def test_whatever_goes_wrong_is_no_confirmation(copy: Path, error: Exception) -> None:
+    with patch("equigrad.audit.replay.line_of", side_effect=error):
+        assert audit(copy, "--steps", "5")[0] == 3
+
+
+def test_workers_that_die_confirm_nothing(copy: Path) -> None:
+    with patch("equigrad.parallel.launch.launch", return_value=1):
+        code, told = audit(copy, "--steps", "5", "--layout", "tp2")
+    assert (code, "without an answer" in told) == (3, True)
+
+
+# What was given is wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--steps", "5..4"], "neither a step nor a range"),
+        (["--steps", "x"], "neither a step nor a range"),
+        (["--steps", "1..2..3"], "neither a step nor a range"),
+        (["--layout", "xp2"], "'xp2' is none of"),
+        (["--layout", "ep2"], "ep"),
+        (["--merge", "a.json"], "not both"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_words_are_told(audited: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(audited, *words)[0] == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(tmp_path / "nothing")[0] == audit()[0] == 2
+    assert "expected a run" in capsys.readouterr().err
+
+
+# A run may be anybody's
+
+
+def test_nothing_is_unpickled_and_nothing_of_the_run_is_executed(copy: Path) -> None:
+    with (
+        patch("pickle.load", side_effect=AssertionError("pickle.load")),
+        patch("pickle.loads", side_effect=AssertionError("pickle.loads")),
+        patch("torch.load", side_effect=AssertionError("torch.load")),
+    ):
+        assert audit(copy, "--steps", "5")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", "..", "a/b", "a\\b", "C:x", ""])
+def test_a_manifest_cannot_name_files_elsewhere(copy: Path, name: str) -> None:
+    def change(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop("rank-00000.safetensors")
+        for tensor in body["tensors"].values():
+            for box in tensor["boxes"]:
+                box["file"] = name
+
+    (copy.parent / "secret").write_bytes((copy / "checkpoints/step-00000004/rank-00000.safetensors").read_bytes())
+    change_manifest(copy, 4, change)
+    code, told = audit(copy, "--steps", "5")
+    assert (code, "is not the name of a file" in told) == (1, True), told
+
+
+def test_a_manifest_cannot_place_tensors_in_files_that_it_does_not_vouch_for(copy: Path) -> None:
+    change_manifest(copy, 4, lambda body: body["tensors"][f"model.{WEIGHT}"]["boxes"][0].update(file="other"))
+    code, told = audit(copy, "--steps", "5")
+    assert (code, "not one of the checkpoint's files" in told) == (1, True), told
+
+
+def test_a_link_does_not_lead_out_of_a_checkpoint(copy: Path) -> None:
+    file = copy / "checkpoints/step-00000004/rank-00000.safetensors"
+    file.rename(copy.parent / "elsewhere")
+    file.symlink_to(copy.parent / "elsewhere")
+    code, told = audit(copy, "--steps", "5")
+    assert (code, "leads out of the checkpoint" in told) == (1, True), told
+
+
+def test_what_a_run_left_in_a_cache_of_text_is_not_used(train: Callable[..., Path], tmp_path: Path) -> None:
+    """The store of the text that was learned, under the key of the text that is there now."""
+    run = train(data__cache=str(tmp_path / "cache"))
+    (learned,) = (tmp_path / "cache").iterdir()
+    text = tmp_path / "text.jsonl"
+    replace_in(text, "the age of wisdom", "the age of welcome")
+    inside("train", tmp_path / "job.toml", "--run", tmp_path / "other", "--train.steps", "1")
+    (current,) = (folder for folder in (tmp_path / "cache").iterdir() if folder != learned)
+    shutil.rmtree(current)
+    learned.rename(current)
+    assert audit(run, "--steps", "1")[0] == 1
+
+
+def test_remote_data_sets_are_not_opened(copy: Path, audited: Path) -> None:
+    source = str(audited.parent / "text.jsonl")
+    replace_in(copy / "job.toml", source, "hf:somebody/something")
+    code, told = audit(copy, "--steps", "1")
+    assert (code, "may run code" in told) == (3, True)
