@@ -179,7 +179,7 @@ def _format(line: Line) -> None:
         (lambda lines: lines[4].update(more=1), "step 3, line"),
         (lambda lines: lines[4].update(step="3"), "step 3, line"),
     ],
-    ids="deleted swapped doubled headless renumbered format field-gone field-more step-text".split(),
+    ids=["deleted", "swapped", "doubled", "headless", "renumbered", "format", "field-gone", "field-more", "step-text"],
 )
 @pytest.mark.parametrize("hidden", [False, True])
 def test_a_file_that_was_cut_up_is_found(
