@@ -85,7 +85,7 @@ def test_it_is_near_float64(lengths: tuple[int, ...], window: int | None, sinks:
         run(q, k, v, lengths, window, extra, dout), reference(q, k, v, lengths, window, extra, dout), strict=True
     ):
         # With one key to see and no sink nothing changes the scores: what is left of their gradient is rounding.
-        assert (found - expected).norm() <= 2e-5 * expected.norm() + 2e-6 * dout.norm()
+        assert (found - expected).norm() <= 2e-5 * expected.norm() + 1e-5 * dout.norm()
 
 
 def test_segments_have_the_same_bits_in_any_row() -> None:
