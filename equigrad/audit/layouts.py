@@ -12,8 +12,8 @@ _STRATEGIES = get_args(ContextStrategy)
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """The keys of a layout from words joined by ``+``: ``dp2`` shards data, ``rep2`` copies the model, ``cp2``, ``tp2``,
-    ``pp2``, ``ep2``; a pipeline's schedule, a context strategy; ``one``: one process.
+    """The keys of a layout from words joined by ``+``: ``dp2`` shards data, ``rep2`` copies the model, ``cp2``,
+    ``tp2``, ``pp2``, ``ep2``; a pipeline's schedule, a context strategy; ``one``: one process.
 
     Experts borrow ranks: where no others are given, ``ep2`` is ``dp2+ep2``. Raises ``UserError``.
 
@@ -22,14 +22,14 @@ def parse_layout(text: str) -> dict[str, Any]:
     """
     layout: dict[str, Any] = {}
     for word in text.split("+") if text != "one" else ():
+        key: str | None = None
+        value: int | str = word
         if found := re.fullmatch(r"([a-z]+)([1-9]\d*)", word):
             key, value = _DEGREES.get(found[1]), int(found[2])
         elif word in _SCHEDULES:
-            key, value = "pp_schedule", word
+            key = "pp_schedule"
         elif word in _STRATEGIES:
-            key, value = "cp_strategy", word
-        else:
-            key = None
+            key = "cp_strategy"
         if key is None:
             known = ", ".join([*(f"{name}N" for name in _DEGREES), *_SCHEDULES, *_STRATEGIES])
             raise UserError(f"layout {text!r}: {word!r} is none of {known}; several are joined by +, as in dp2+tp2")

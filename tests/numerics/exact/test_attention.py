@@ -39,9 +39,7 @@ def run(
     found: list[Tensor] = []
     for _ in range(2):  # the first calibrates
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-        out = Attention.apply(
-            *leaves[:3], None if sinks is None else leaves[3], Row.of(lengths), window, 4096, layer
-        )
+        out = Attention.apply(*leaves[:3], None if sinks is None else leaves[3], Row.of(lengths), window, 4096, layer)
         out.backward(dout)
         found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
         grids.end_step(lambda _: None)
