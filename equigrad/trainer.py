@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from equigrad.build import build_parts
-from equigrad.checkpoint.huggingface import load_weights
 from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
@@ -31,7 +30,6 @@ from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.sharding import add_ends, add_up
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
-from equigrad.resolve import find_weights
 from equigrad.schedule.division import schedule_samples
 from equigrad.schedule.packing import Schedule
 
@@ -67,18 +65,6 @@ class Trainer:
         """Give the parameters, but those that are ``given``, their initial values, the same on every layout."""
         for part in self.parts.values():
             part.initialize(seed, given)
-
-    def begin(self, checkpoint: Path | None = None) -> None:
-        """Take up a checkpoint's state, or given weights, or initial values."""
-        if checkpoint is not None:
-            self.resume(checkpoint)
-        elif self.job.model.weights is not None:
-            found = find_weights(self.job.model.weights)
-            # Adapters and modules for multi-token prediction may be new to them.
-            self.initialize(self.job.seed, given=parameter_specs(found.model, found.lora))
-            load_weights(found, self.parameters)
-        else:
-            self.initialize(self.job.seed)
 
     def run(self, observer: "Observer", stop: StopRequest) -> bool:
         """Train up to ``train.steps``. Returns whether that was reached; False: a stop was asked for."""
@@ -128,7 +114,7 @@ class Trainer:
         schedule = schedule_samples(lengths, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         self._agree(batch, schedule)
         own, gradients, counts, probability = self._forward_and_backward(batch, schedule)
-        norm = self._norm(gradients)
+        norm = self.norm(gradients)
         figures = [own.loss, own.further, float(own.tokens), float(stop.asked)]
         loss, further, executed, asked = world.sum(figures)
         balance = self.balance.term(probability, batch.tokens)
@@ -179,8 +165,8 @@ class Trainer:
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
-    def _norm(self, gradients: Mapping[str, Placed]) -> float:
-        """Of the gradients of all ranks."""
+    def norm(self, gradients: Mapping[str, Placed]) -> float:
+        """The global norm of a step's gradients, before they are clipped. Who wants to see them overrides this."""
         if self.grids is None:
             return self.world.sum([float(local_square_sum(gradients.values()))])[0] ** 0.5
         shapes = {n: spec.shape for n, spec in self.specs.items() if spec.trained}

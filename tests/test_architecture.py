@@ -21,6 +21,7 @@ LEVELS: list[set[str]] = [
     {"cli"},
     {"commands"},
     {"audit"},
+    {"prepare"},
     {"trainer"},
     {"build", "evaluation", "execution", "resolve", "rows", "run"},
     {"data", "schedule", "objectives", "optim", "checkpoint", "observe", "memory"},

@@ -1,37 +1,43 @@
-"""Layouts in a word, as one types them: ``dp2+tp2``, ``pp2+zero_bubble``. Torch-free; knows no model."""
+"""Layouts in few words, as commands take them. Torch-free."""
 
 import re
-from typing import Any
+from typing import Any, get_args
 
+from equigrad.config.layout import ContextStrategy, Layout
 from equigrad.errors import UserError
 
 _DEGREES = {"dp": "dp_shard", "rep": "dp_replicate", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
-_CHOICES: dict[str, dict[str, Any]] = {
-    **{name: {"pp_schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")},
-    "interleaved": {"pp_schedule": "interleaved", "pp_stages": 2},
-    **{name: {"cp_strategy": name} for name in ("ring", "ulysses")},
-}
+_SCHEDULES = get_args(Layout.model_fields["pp_schedule"].annotation)
+_STRATEGIES = get_args(ContextStrategy)
 
 
-def parse_layout(spec: str) -> dict[str, Any]:
-    """The keys of ``layout`` that a word stands for; ``one`` is a single process.
+def parse_layout(text: str) -> dict[str, Any]:
+    """The keys of a layout from words joined by ``+``: ``dp2`` shards data, ``rep2`` copies the model, ``cp2``,
+    ``tp2``, ``pp2``, ``ep2``; a pipeline's schedule, a context strategy; ``one``: one process.
 
-    ``dp2+cp2`` is ``{"dp_shard": 2, "cp": 2}``. Experts borrow ranks, so ``ep2`` alone is ``dp2+ep2``. Raises
-    ``UserError`` for anything else.
+    Experts borrow ranks: where no others are given, ``ep2`` is ``dp2+ep2``. Raises ``UserError``.
+
+    >>> parse_layout("cp2+tp2+ulysses")
+    {'cp': 2, 'tp': 2, 'cp_strategy': 'ulysses'}
     """
-    keys: dict[str, Any] = {}
-    for word in [] if spec == "one" else spec.split("+"):
-        degree = re.fullmatch(r"([a-z]+)([1-9]\d{0,4})", word)
-        if degree and degree[1] in _DEGREES:
-            found = {_DEGREES[degree[1]]: int(degree[2])}
-        elif word in _CHOICES:
-            found = _CHOICES[word]
-        else:
-            words = [f"{name}2" for name in _DEGREES] + list(_CHOICES)
-            raise UserError(f"layout {spec!r}: {word!r} is none of {', '.join(words)} (joined by +), nor 'one'")
-        if twice := keys.keys() & found.keys():
-            raise UserError(f"layout {spec!r} gives {', '.join(sorted(twice))} twice")
-        keys |= found
-    if "ep" in keys and not keys.keys() & {"dp_shard", "cp"}:
-        keys["dp_shard"] = keys["ep"]
-    return keys
+    layout: dict[str, Any] = {}
+    for word in text.split("+") if text != "one" else ():
+        key: str | None = None
+        value: int | str = word
+        if found := re.fullmatch(r"([a-z]+)([1-9]\d*)", word):
+            key, value = _DEGREES.get(found[1]), int(found[2])
+        elif word in _SCHEDULES:
+            key = "pp_schedule"
+        elif word in _STRATEGIES:
+            key = "cp_strategy"
+        if key is None:
+            known = ", ".join([*(f"{name}N" for name in _DEGREES), *_SCHEDULES, *_STRATEGIES])
+            raise UserError(f"layout {text!r}: {word!r} is none of {known}; several are joined by +, as in dp2+tp2")
+        if key in layout:
+            raise UserError(f"layout {text!r} says twice what {key} is")
+        layout[key] = value
+    if layout.get("ep", 1) > 1 and not layout.keys() & {"dp_shard", "cp"}:
+        layout["dp_shard"] = layout["ep"]
+    if layout.get("pp_schedule") == "interleaved":
+        layout["pp_stages"] = 2
+    return layout

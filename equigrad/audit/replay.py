@@ -31,6 +31,7 @@ from equigrad.data.vocabulary import build_tokenizer
 from equigrad.errors import UserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
+from equigrad.prepare import give_state
 from equigrad.run import Run
 from equigrad.trainer import Trainer
 
@@ -147,7 +148,7 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
         if number == 0:
             _start(trainer, plan, next(said), progress)
         else:
-            trainer.begin(checkpoint)
+            give_state(trainer, checkpoint)
         while trainer.step < stop:
             _step(trainer, next(said), progress)
         if stop < plan.steps[1]:  # the run was resumed with other settings, by a checkpoint such as this
@@ -181,7 +182,7 @@ def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None
         raise Contradiction(line["step"], where, "the text is another one")
     checkpoint = plan.checkpoint
     try:
-        trainer.begin(checkpoint)
+        give_state(trainer, checkpoint)
     except (UserError, RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
         if checkpoint is None:
             raise
