@@ -5,6 +5,7 @@
       tokenizer/      tokenizer.json and its configuration
       checkpoints/    step-00000100/ ...
       metrics.jsonl   one record a line
+      trajectory.jsonl  digests of every step, with audit.enabled
       summary.json    once the run has finished
       report.html
 
@@ -85,7 +86,8 @@ class Run:
         names = {p.name for p in self.folder.iterdir()}
         saved = any((self.folder / "checkpoints").glob("step-*"))
         ours = not names or _LOCK in names  # a start locks the folder first: without a lock, all in it is the user's
-        return saved or not ours or not names <= {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard"}
+        left = {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "trajectory.jsonl"}
+        return saved or not ours or not names <= left
 
     def clear(self) -> None:
         """Take away what a start that failed left behind."""

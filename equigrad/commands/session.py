@@ -57,9 +57,9 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
     progress = _progress(trainer, run, peak) if peak is not None else None
     with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
+        recorder = Recorder(trainer, run.folder) if job.audit.enabled else None
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
         world.run_where(world.is_main, lambda: _begin(trainer, run))
-        recorder = Recorder(trainer, run.folder) if job.audit.enabled else None
         observer = _Observer(trainer, sinks, peak, progress, recorder)
         finished = trainer.run(observer, stop)
         held_out = trainer.evaluate(observer) if finished else None

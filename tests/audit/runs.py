@@ -1,5 +1,6 @@
 """Runs to audit, and what somebody might do to them."""
 
+import hashlib
 import io
 import json
 import struct
@@ -49,7 +50,7 @@ def write(run: Path, lines: list[Line]) -> None:
 
 def rechained(lines: list[Line]) -> list[Line]:
     """As one who knows the format makes it look untouched."""
-    chain, found = "", []
+    chain, job, found = "", lines[0]["job"], []
     for line in lines:
         if line["kind"] == "job":
             job = line["job"] = sha(line["settings"])
@@ -89,8 +90,6 @@ def change_manifest(run: Path, step: int, change: Callable[[dict[str, Any]], Non
 
 
 def _sha256(file: Path) -> str:
-    import hashlib
-
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 

@@ -1,7 +1,6 @@
 """An audit confirms what is so, finds what was changed and says where, and never confirms what it could not check."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,10 +55,10 @@ def test_steps_are_confirmed_from_the_nearest_checkpoint_on_another_layout(audit
 
 
 def test_what_several_workers_find_is_told_like_what_one_finds(copy: Path) -> None:
-    flip_bit(copy, 4, WEIGHT, hidden=True)
+    flip_bit(copy, 4, f"model.{WEIGHT}", hidden=True)
     done = command("audit", copy, "--steps", "5", "--layout", "tp2")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"{FIRST}step 4, parameters: layers.1.mlp.down_proj.weight" in done.stdout
+    assert f"{FIRST}step 4, parameters: {WEIGHT}" in done.stdout
 
 
 def test_an_audit_goes_on_over_a_change_of_settings(copy: Path) -> None:
@@ -187,14 +186,10 @@ def test_a_file_that_was_cut_up_is_found(
 ) -> None:
     lines = trajectory(copy)
     change(lines)
-    if hidden and lines[0]["kind"] != "job":
-        pytest.skip("without its job there is nothing to make a chain of")
     write(copy, rechained(lines) if hidden else lines)
     code, told = audit(copy, "--steps", "1")
-    found = told.splitlines()[1].removeprefix(FIRST)
-    expected = where.format(chain="step" if hidden else "chain")
-    assert code == 1
-    assert found == expected or (hidden and "swapped" in os.environ["PYTEST_CURRENT_TEST"] and found == "step 3, step")
+    where = where.format(chain="step" if hidden else "chain")
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}{where}")
 
 
 def test_a_line_that_is_cut_short_in_the_middle_is_found(copy: Path) -> None:
@@ -224,9 +219,7 @@ def test_another_learning_rate_in_the_job_is_found(copy: Path, steps: str) -> No
     write(copy, rechained(lines))
     code, told = audit(copy, "--steps", steps)
     changed = 1 if steps == "2" else 5
-    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step {changed}, parameters: model.embed_tokens.weight".replace(
-        "parameters: model.embed_tokens.weight", told.splitlines()[1].partition(f"step {changed}, ")[2]))  # fmt: skip
-    assert f"step {changed}, parameters: " in told
+    assert (code, told.splitlines()[1].startswith(f"{FIRST}step {changed}, parameters: ")) == (1, True), told
 
 
 def test_another_seed_is_found_in_the_initial_state(copy: Path) -> None:
@@ -283,21 +276,27 @@ def test_what_is_not_there_cannot_be_verified(copy: Path, spoil: Callable[[Path]
     [
         (lambda run: (run / "checkpoints/step-00000004/rank-00000.safetensors").unlink(), "is missing"),
         (lambda run: change_manifest(run, 4, lambda body: body.update(format=9)), "of a newer equigrad"),
-        (lambda run: replace_in(run / "job.toml", str(run.parent), "/nowhere"), None),
         (lambda run: replace_in(run / "job.toml", "[data]", "[data]\nnew_key = 1"), "unknown key 'data.new_key'"),
         (lambda run: (run / "tokenizer/tokenizer.json").write_text("{}"), "tokenizer"),
     ],
-    ids=["file", "newer", "text", "key", "tokenizer"],
+    ids=["file", "newer", "key", "tokenizer"],
 )
-def test_what_cannot_be_opened_cannot_be_verified(
-    copy: Path, audited: Path, spoil: Callable[[Path], Any], why: str | None
-) -> None:
-    if why is None:
-        replace_in(copy / "job.toml", str(audited.parent), "/nowhere")
-    else:
-        spoil(copy)
+def test_what_cannot_be_opened_cannot_be_verified(copy: Path, spoil: Callable[[Path], Any], why: str) -> None:
+    spoil(copy)
     code, told = audit(copy, "--steps", "5")
-    assert (code, (why or "/nowhere") in told) == (3, True), told
+    assert (code, why in told) == (3, True), told
+
+
+def test_without_the_text_nothing_can_be_verified(copy: Path, audited: Path) -> None:
+    replace_in(copy / "job.toml", str(audited.parent), "/nowhere")
+    code, told = audit(copy, "--steps", "5")
+    assert (code, "/nowhere" in told) == (3, True), told
+
+
+def test_steps_that_were_taken_off_the_end_are_not_in_it(copy: Path) -> None:
+    write(copy, trajectory(copy)[:-2])
+    assert audit(copy, "--steps", "5")[0] == audit(copy, "--steps", "4..6")[0] == 3
+    assert audit(copy)[1].startswith("confirmed: steps 0..4 of ")
 
 
 def test_the_line_that_a_killed_run_was_writing_is_no_step_yet(copy: Path) -> None:

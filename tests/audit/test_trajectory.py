@@ -77,10 +77,12 @@ def test_a_run_does_not_go_on_with_a_trajectory_that_was_changed(
     from equigrad.cli import main
 
     change_line(copy, 6, lambda line: line["progress"].update(updates=5), hidden=hidden)
+    job = (copy / "job.toml").read_bytes()
     assert main(["train", "--run", str(copy), "--resume", "--train.steps", "7"]) == 2
     told = capsys.readouterr().err
     assert f"step 6, {'progress: updates' if hidden else 'chain'}" in told
     assert "move the file away" in told
+    assert (copy / "job.toml").read_bytes() == job
 
 
 def test_every_tensor_of_a_checkpoint_is_in_a_line(tmp_path: Path) -> None:
