@@ -383,7 +383,7 @@ class GatedDeltaRule(torch.autograd.Function):
             begun += states
         ctx.save_for_backward(x, rates, *begun)
         (out,) = _leave([out.flatten(2)], heads, split)
-        return out.reshape(len(out), -1, layer.value_dim)
+        return out.reshape(len(out), heads * layer.values, layer.value_dim)
 
     @staticmethod
     @once_differentiable
@@ -394,7 +394,7 @@ class GatedDeltaRule(torch.autograd.Function):
             return *map(torch.zeros_like, ctx.nothing), *nothing, None, None
         x, rates, *begun = ctx.saved_tensors
         plan, kept = ctx.plan, iter(begun)
-        (dout,) = _enter([dout.reshape(len(dout), heads, -1)], heads, split)
+        (dout,) = _enter([dout.reshape(len(dout), heads, layer.values * layer.value_dim)], heads, split)
         dout = dout.double().unflatten(-1, (layer.values, layer.value_dim))
         dx, drates, dmixed = torch.empty_like(x), torch.empty_like(rates), torch.empty_like(x, dtype=torch.float64)
         of_rates = dout.new_empty(2, *x.shape[:2], layer.values)
