@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from equigrad.numerics.budget import WORKING_BYTES
 from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.delta import Weights
-from equigrad.numerics.exact.elementary import exp, sigmoid, softplus
+from equigrad.numerics.exact.elementary import exp, sigmoid, softplus, sqrt
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import value
 from equigrad.numerics.exact.layers import LayerGrids
@@ -42,11 +42,18 @@ _COPIES = 6
 def tree_sum(x: Tensor, dim: int) -> Tensor:
     """Sum over ``dim``, which vanishes: the first half plus the second, over and over, and of an odd number the last
     one waits. An order that the width alone decides."""
-    while (width := x.shape[dim]) > 1:
-        half = width // 2
+    width = _constant(x.shape[dim])
+    while width > 1:
+        half, odd = divmod(width, 2)
         total = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-        x = torch.cat([total, x.narrow(dim, width - 1, 1)], dim) if width % 2 else total
+        x = torch.cat([total, x.narrow(dim, width - 1, 1)], dim) if odd else total
+        width = half + odd
     return x.squeeze(dim)
+
+
+def _constant(size: int) -> int:
+    """A size that compiled code has as a constant: halves of halves of an unknown one take it minutes to simplify."""
+    return len([None] * size)
 
 
 # Where the tokens are.
@@ -166,7 +173,7 @@ def _convolve(window: Tensor, taps: Tensor) -> Tensor:
 
 def _unit_scale(x: Tensor, scale: float) -> Tensor:
     """What makes the last dimension of ``x`` a vector of length ``scale``."""
-    return (scale / torch.sqrt(tree_sum(x * x, -1) + 1e-6)).unsqueeze(-1)
+    return (scale / sqrt(tree_sum(x * x, -1) + 1e-6)).unsqueeze(-1)
 
 
 @fused
@@ -174,6 +181,7 @@ def _features(
     mixed: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, values: int
 ) -> tuple[Tensor, ...]:
     """Of what comes out of the convolution, [T, h, 2 K + r V], and ``rates`` [T, h, 2 r]."""
+    key_dim, values = _constant(key_dim), _constant(values)
     b, a = rates.double().split(values, -1)
     q, k, v = (mixed * sigmoid(mixed)).split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], -1)
     fade = exp(-exp(a_log) * softplus(a + dt_bias))
@@ -187,6 +195,7 @@ def _features_backward(
     mixed: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, values: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of ``mixed`` and of the rates; and at each token those of ``a_log`` and ``dt_bias``, [T, h, r]."""
+    key_dim, values = _constant(key_dim), _constant(values)
     b, a = rates.double().split(values, -1)
     open_ = sigmoid(mixed)
     q, k, _ = (mixed * open_).split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], -1)
