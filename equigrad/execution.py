@@ -127,8 +127,8 @@ class Execution:
         # Of the loss all tensor ranks have the same share; of the routers' tokens each has its own.
         counts = self._world.axis("tp").rank == 0
         tokens = sum(len(row.ids) for row in work.rows) if counts and self._pipeline.rank == 0 else 0
-        own = [_added(terms) if counts else 0.0 for terms in (losses, work.further)]
-        return Outcome(*own, tokens)
+        loss, further = (_added(terms) if counts else 0.0 for terms in (losses, work.further))
+        return Outcome(loss, further, tokens)
 
 
 def _added(values: Sequence[Tensor]) -> float:

@@ -46,6 +46,8 @@ class Trainer:
         self.execution = Execution(job, world, self.parts, self.balance)
         self.grids: Grids | None = next(iter(self.parts.values())).grids
         rule = AdamW if self.grids is None else ExactAdamW
+        self.redone = 0
+        """How many steps were done once more since this process began, because a value had left its grid."""
         self.optimizer = rule(job.optim, self.parameters, self.specs)
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
@@ -157,6 +159,7 @@ class Trainer:
             if self.grids is None or self.grids.end_step(self.world.largest):
                 return own, gradients, counts, probability
             self._drop_gradients()
+            self.redone += 1
 
     def _drop_gradients(self) -> None:
         for part in self.parts.values():

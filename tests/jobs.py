@@ -92,9 +92,8 @@ def assemble(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for boxes in gather({n: (p.placement, p.tensor) for n, p in tensors.items()}):
         for name, (at, tensor) in boxes.items():
-            target = whole.setdefault(name, torch.full(at.shape, torch.nan, dtype=tensor.dtype))[
-                Box(at.offset, at.local_shape).slices
-            ]
+            empty = torch.full(at.shape, torch.nan, dtype=tensor.dtype)
+            target = whole.setdefault(name, empty)[Box(at.offset, at.local_shape).slices]
             assert (
                 not at.replica
                 or torch.allclose(target.nan_to_num(7), tensor.nan_to_num(7), 1e-6, 1e-7)

@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from equigrad.checkpoint.huggingface import peft_tensors, write_adapter
 from equigrad.checkpoint.state import read_tensors
 from equigrad.cli import main
 from equigrad.config.lora import Lora
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.errors import UserError
+from equigrad.models.decoder import Decoder
 from equigrad.models.huggingface import peft_name, to_huggingface, to_peft
 from equigrad.models.specs import adapted_weights, flops_per_token, is_adapter, parameter_count, parameter_specs
+from equigrad.numerics.native import NativeOps
+from equigrad.numerics.row import Row
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.stop import StopRequest
 from tests.jobs import make_trainer, mean_loss, summary, tiny_job, whole_parameters
@@ -66,11 +70,11 @@ def test_training_equals_peft(tmp_path: Path, lora: dict[str, Any]) -> None:
     assert all(torch.equal(after[n], t) for n, t in ours.items() if not is_adapter(n))
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen2", "qwen3-moe", "gpt-oss", "qwen3-next"])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model ``base``, and a run of adapters for it of three steps, stopped once and resumed."""
     folder = tmp_path_factory.mktemp("adapted")
-    model = build(make("qwen2"))
+    model = build(make(request.param))
     wide = model.config.model_copy(update={"vocab_size": 257})
     model = build(wide)
     reference(wide, model).save_pretrained(folder / "base")
@@ -108,7 +112,6 @@ def test_exports_are_what_was_trained(adapted: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from equigrad.commands.models import open_parts, own_job
-    from equigrad.numerics.row import Row
     from equigrad.resolve import find_weights
     from tests.jobs import pool_world
 
@@ -128,6 +131,62 @@ def test_exports_are_what_was_trained(adapted: Path, tmp_path: Path) -> None:
     assert (plain - ours).abs().max() > 1e-2
     torch.testing.assert_close(merged, ours, rtol=0, atol=1e-5)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
+
+
+LAYERS_APART = [r".*\.0\..*\.(gate|up)_proj", r".*\.2\..*\.(down|up)_proj"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("rslora", "targets"),
+    [
+        (False, ["gate_proj", "up_proj", "down_proj"]),
+        (True, ["gate_proj", "up_proj", "down_proj", "q_proj"]),
+        (False, ["experts.down_proj"]),
+        (True, ["experts.gate_proj"]),
+        (False, ["experts.up_proj", "experts.down_proj", "lm_head"]),
+        (True, [*LAYERS_APART, "all-linear"]),
+    ],
+    ids=str,
+)
+def test_peft_reads_adapters_of_experts(tmp_path: Path, name: str, rslora: bool, targets: list[str]) -> None:
+    """It has gate and up as one, and some layers with adapters for both, some for one."""
+    from peft import PeftModel
+
+    config, lora = make(name), Lora(rank=3, alpha=7.0, rslora=rslora, targets=targets)
+    plain = build(config)
+    model = Decoder(config, NativeOps(), "cpu", lora=lora)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    adapters = {n: p for n, p in model.state_dict().items() if is_adapter(n)}
+    generator = torch.Generator().manual_seed(5)
+    for matrix in adapters.values():
+        matrix.normal_(std=0.1, generator=generator)
+    write_adapter(tmp_path / "adapter", to_peft(config, lora, None), peft_tensors(adapters, config, lora))
+    ids = torch.arange(40)
+    with torch.no_grad():
+        ours = model(ids, Row.of([40]))
+        theirs = PeftModel.from_pretrained(reference(config, plain), tmp_path / "adapter")
+        assert sum(p.numel() for n, p in theirs.named_parameters() if "lora_" in n) >= sum(
+            matrix.numel() for matrix in adapters.values()
+        )
+        torch.testing.assert_close(theirs(ids[None]).logits[0], ours, rtol=0, atol=2e-5)
+        torch.testing.assert_close(theirs.merge_and_unload()(ids[None]).logits[0], ours, rtol=0, atol=2e-5)
+        assert (ours - plain(ids, Row.of([40]))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "message"),
+    [("gpt-oss", {"num_experts": 1, "num_experts_per_tok": 1}, "merged"),
+     ("qwen3-moe", {"scoring_func": "sigmoid"}, "has no experts.scoring_func = sigmoid")],
+)  # fmt: skip
+def test_what_peft_or_the_family_cannot_express_is_not_exported(
+    name: str, experts: dict[str, Any], message: str
+) -> None:
+    config = make(name)
+    assert config.experts is not None
+    config = config.model_copy(update={"experts": config.experts.model_copy(update=experts)})
+    with pytest.raises(UserError, match=message):
+        to_peft(config, Lora(targets=["down_proj"]), None)
 
 
 def test_weights_with_adapters_start_only_what_has_the_same(
@@ -150,9 +209,9 @@ def test_weights_with_adapters_start_only_what_has_the_same(
         ("llama", "qproj", "'qproj' is no layer of this model; adapters are for q_proj, k_proj"),
         ("llama", "embed_tokens", "names model.embed_tokens, one of those layers that take no adapter"),
         ("llama-tied-biased", "lm_head", "the head is the embedding here"),
-        ("qwen3-moe", "up_proj", "experts that take no adapter"),
         ("qwen3-moe", r".*mlp\.gate", "names model.layers.0.mlp.gate, one of those"),
         ("qwen3-next", "q_conv1d", "q_conv1d, one of those layers that take no adapter"),
+        ("qwen3-next", r".*\.linear_attn\.[a-z_]*proj.*|.*_conv1d", "layers.0.linear_attn.k_conv1d, one of those"),
         ("llama", "(", "no name and no regular expression"),
     ],
 )
@@ -171,6 +230,12 @@ def test_targets_mean_what_they_mean_in_peft() -> None:
     assert adapted("model.layers.0.mlp.up_proj") == {"model.layers.0.mlp.up_proj"}
     assert adapted(r".*layers\.[01]\..*k_proj") == {f"model.layers.{i}.self_attn.k_proj" for i in (0, 1)}
     assert len(adapted("all-linear")) == 3 * 7
+    specs = parameter_specs(make("qwen3-next"))  # layer 1 dense, the others with routed experts and a shared one
+    at = [f"model.layers.{i}.mlp.{part}.up_proj" for i in (0, 2) for part in ("experts", "shared_expert")]
+    assert adapted("experts.up_proj") == {at[0], at[2]}
+    assert adapted(r".*\.shared_expert\..*(up)_proj") == {at[1], at[3]}
+    assert adapted("up_proj") == {*at, "model.layers.1.mlp.up_proj"}
+    assert not any(".experts." in name for name in adapted("all-linear"))
     assert Lora(rank=4, alpha=8.0).scale == 2.0
     assert Lora(rank=4, alpha=8.0, rslora=True).scale == 4.0
 

@@ -449,19 +449,6 @@ def test_sinks_and_biased_experts_belong_to_gpt_oss(name: str) -> None:
             to_huggingface(other.model_copy(update={"experts": biased}), None, None, "float32")
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next"])
-def test_adapters_that_peft_would_put_elsewhere_are_not_exported(name: str) -> None:
-    """It has a rule of its own for the names of experts in these families, which takes dense and shared layers too."""
-    from equigrad.config.lora import Lora
-    from equigrad.errors import UserError
-    from equigrad.models.huggingface import to_peft
-
-    config = make(name).model_copy(update={"experts": None})
-    with pytest.raises(UserError, match="export them merged"):
-        to_peft(config, Lora(rank=2), None)
-    assert to_peft(config, Lora(rank=2, targets=["q_proj"]), None)["target_modules"] == ["q_proj"]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"layer_types": 5}, {"layer_types": [[1]] * 4}, {"rope_parameters": 5}, {"rope_parameters": {"rope_theta": "x"}},

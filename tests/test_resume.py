@@ -77,6 +77,8 @@ EXPERTS = {
     "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "router_aux_loss_coef": 0.1, "router_bias_update_rate": 0.01,
 }  # fmt: skip
+SPARSE: dict[str, Any] = {"model__experts": EXPERTS}
+ADAPTED = SPARSE | {"lora": {"rank": 4, "targets": ["q_proj", r".*\.experts\..*"]}}
 
 
 def train_on(workers: Callable[[int], Workers], job: Job, folder: Path, resume: bool = False) -> list[dict[str, Any]]:
@@ -102,46 +104,51 @@ def cursor(run_folder: Path, step: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "experts"),
+    ("layout", "model"),
     [
-        ({"dp_replicate": 2}, False),
-        ({"tp": 2}, False),
-        ({"pp": 2}, False),
-        ({}, True),
-        ({"dp_shard": 2, "ep": 2}, True),
+        ({"dp_replicate": 2}, {}),
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {}),
+        ({}, SPARSE),
+        ({"dp_shard": 2, "ep": 2}, SPARSE),
+        ({"dp_shard": 2, "ep": 2}, ADAPTED),
     ],
     ids=str,
 )
 def test_a_layout_goes_on_to_the_bit(
-    workers: Callable[[int], Workers], tmp_path: Path, layout: dict[str, int], experts: bool
+    workers: Callable[[int], Workers], tmp_path: Path, layout: dict[str, int], model: dict[str, Any]
 ) -> None:
-    changes: dict[str, Any] = SPLIT | {"layout": layout} | ({"model__experts": EXPERTS} if experts else {})
+    changes: dict[str, Any] = SPLIT | {"layout": layout} | model
     whole = train_on(workers, tiny_job(**changes, train__steps=6), tmp_path / "whole")
     parts = train_on(workers, tiny_job(**changes, train__steps=3), tmp_path / "parts")
     parts += train_on(workers, tiny_job(**changes, train__steps=6), tmp_path / "parts", True)
     assert recorded(whole) == recorded(parts)
     same_files(tmp_path / "whole", tmp_path / "parts", 6)
     assert routing(tmp_path / "whole", 6) == routing(tmp_path / "parts", 6)
-    assert len(routing(tmp_path / "whole", 6)) == 3 * experts
+    assert len(routing(tmp_path / "whole", 6)) == 3 * ("model__experts" in model)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "experts"),
+    ("before", "after", "model"),
     [
-        ({"dp_shard": 2}, {}, False),
-        ({}, {"dp_shard": 2}, False),
-        ({"tp": 2}, {"cp": 2}, False),
-        ({"pp": 2}, {"tp": 2}, False),
-        ({"dp_shard": 2, "ep": 2}, {}, True),
-        ({}, {"dp_shard": 2, "ep": 2}, True),
+        ({"dp_shard": 2}, {}, {}),
+        ({}, {"dp_shard": 2}, {}),
+        ({"tp": 2}, {"cp": 2}, {}),
+        ({"pp": 2}, {"tp": 2}, {}),
+        ({"dp_shard": 2, "ep": 2}, {}, SPARSE),
+        ({}, {"dp_shard": 2, "ep": 2}, SPARSE),
+        ({"dp_shard": 2, "ep": 2}, {"tp": 2}, ADAPTED),
     ],
     ids=str,
 )
 def test_on_another_layout_a_run_loses_and_repeats_no_sample(
-    workers: Callable[[int], Workers], tmp_path: Path, before: dict[str, int], after: dict[str, int], experts: bool
+    workers: Callable[[int], Workers],
+    tmp_path: Path,
+    before: dict[str, int],
+    after: dict[str, int],
+    model: dict[str, Any],
 ) -> None:
-    changes: dict[str, Any] = SPLIT | {"model__initializer_range": 0.05, "optim__eps": 1e-5}
-    changes |= {"model__experts": EXPERTS} if experts else {}
+    changes: dict[str, Any] = SPLIT | {"model__initializer_range": 0.05, "optim__eps": 1e-5} | model
     whole = train_on(workers, tiny_job(**changes, train__steps=8), tmp_path / "whole")
     parts = train_on(workers, tiny_job(**changes, train__steps=5, layout=before), tmp_path / "parts")
     parts += train_on(workers, tiny_job(**changes, train__steps=8, layout=after), tmp_path / "parts", True)

@@ -21,8 +21,8 @@ from equigrad.checkpoint.weights import Weights
 from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.errors import UserError
-from equigrad.models.huggingface import Piece, Pieces, stored_pieces
-from equigrad.models.specs import is_adapter, parameter_specs
+from equigrad.models.huggingface import Piece, Pieces, adapted_stacks, peft_name, stored_pieces
+from equigrad.models.specs import ADAPTER_PARTS, is_adapter, parameter_specs
 from equigrad.parallel.placement import Placed
 
 _INDEX = "model.safetensors.index.json"
@@ -247,6 +247,38 @@ def write_huggingface(
         special = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": list(stop_ids)}
         special = {k: v for k, v in special.items() if v not in (None, [])}
         (aside / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def peft_tensors(adapters: Mapping[str, Tensor], model: Model, lora: Lora) -> dict[str, Tensor]:
+    """Adapters by our names -> as PEFT stores them, where its configuration is that of ``to_peft``."""
+    rest, stored, stacks = dict(adapters), dict[str, Tensor](), adapted_stacks(model, lora)
+    for name, weights in stacks.items():
+        pairs = [w and [rest.pop(w.removesuffix("weight") + part) for part in ADAPTER_PARTS] for w in weights]
+        experts, _, parameter = name.rpartition(".")
+        # PEFT wraps the experts once for each parameter; the outer wrapper takes their name.
+        wrapped = parameter == "gate_up_proj" and f"{experts}.down_proj" in stacks
+        at = f"{experts}.base_layer" if wrapped else experts
+        joined = _joined_adapters(pairs, in_turns=model.family == "gpt_oss")
+        stored |= {f"{at}.{part}": tensor for part, tensor in zip(ADAPTER_PARTS, joined, strict=True)}
+    return {peft_name(name): tensor for name, tensor in (rest | stored).items()}
+
+
+def _joined_adapters(pairs: Sequence[Any], in_turns: bool) -> tuple[Tensor, Tensor]:
+    """One adapter for stacked projections of the same input whose outputs are one, as PEFT stores it.
+
+    pairs:    of each projection A [E, r, K] and B [E, N, r], or None
+    in_turns: whether the outputs take turns; else they follow one another
+
+    The joined B has a block for each projection, so that none reads another's rank. With R the ranks together, returns
+    A as [E R, K], all of an expert next to each other, and B as [n N, R E], all of a rank next to each other.
+    """
+    present = [(index, *pair) for index, pair in enumerate(pairs) if pair]
+    experts, rows, rank = present[0][2].shape
+    blocks = present[0][2].new_zeros(experts, rows, len(pairs), len(present), rank)
+    for block, (index, _, b) in enumerate(present):
+        blocks[:, :, index, block] = b
+    blocks = (blocks if in_turns else blocks.transpose(1, 2)).flatten(3).flatten(1, 2)
+    return torch.cat([a for _, a, _ in present], 1).flatten(0, 1), blocks.permute(1, 2, 0).flatten(1)
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from equigrad.config.data import TokenizerConfig
 from equigrad.config.train import Train
 from equigrad.errors import UserError
 from equigrad.files import writing
-from equigrad.models.huggingface import peft_name, stored_pieces, to_huggingface, to_peft
+from equigrad.models.huggingface import stored_pieces, to_huggingface, to_peft
 from equigrad.models.specs import is_adapter, parameter_count, parameter_specs
 from equigrad.resolve import find_weights
 from equigrad.run import Run
@@ -60,7 +60,7 @@ def _import(weights: Weights, run: Run) -> None:
 def _export_adapter(weights: Weights, folder: Path, dtype: str) -> int:
     import torch
 
-    from equigrad.checkpoint.huggingface import write_adapter
+    from equigrad.checkpoint.huggingface import peft_tensors, write_adapter
     from equigrad.checkpoint.state import read_tensors
     from equigrad.commands.models import own_job
 
@@ -69,9 +69,9 @@ def _export_adapter(weights: Weights, folder: Path, dtype: str) -> int:
     base, kind = own_job(weights).model.weights, getattr(torch, dtype)
     if base is not None and not (Path(base) / "config.json").exists():
         base = None  # a run, which PEFT cannot read
-    named = ((n, t) for n, t in read_tensors(weights.checkpoint) if is_adapter(n))
-    tensors = {peft_name(name): tensor.to(kind) for name, tensor in named}
-    write_adapter(folder.resolve(), to_peft(weights.model, weights.lora, base), tensors)
+    config = to_peft(weights.model, weights.lora, base)
+    adapters = {n: t.to(kind) for n, t in read_tensors(weights.checkpoint) if is_adapter(n)}
+    write_adapter(folder.resolve(), config, peft_tensors(adapters, weights.model, weights.lora))
     print(f"{folder}: {parameter_count(weights.model, weights.lora, True):,} parameters of adapters in {dtype}")
     return 0
 

@@ -19,8 +19,8 @@ class Lora(Section):
     """Multiply by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     targets: list[str] = Field(["all-linear"], min_length=1)
     """Linear layers that get an adapter: the ends of their names (``q_proj``, ``self_attn.o_proj``), or regular
-    expressions for whole names (``model.layers.[0-3].mlp.*``); ``all-linear``: all but the head. Experts and routers
-    take no adapters."""
+    expressions for whole names (``model.layers.[0-3].mlp.*_proj``); ``all-linear``: all but the head and routed
+    experts. Of routed experts (``experts.up_proj``) each gets its own. Routers take no adapters."""
 
     @property
     def scale(self) -> float:

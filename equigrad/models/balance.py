@@ -27,6 +27,7 @@ class Balance:
         number = 0 if experts is None else experts.num_experts
         self._chosen = 0 if experts is None else experts.num_experts_per_tok
         self._rate = 0.0 if experts is None else experts.router_bias_update_rate or 0.0
+        self._coefficient = 0.0 if experts is None else experts.router_aux_loss_coef
         self._rank = rank
         self._last = torch.zeros(self.layers, number, dtype=torch.int64, device=device)
         self._now = torch.zeros_like(self._last)
@@ -50,20 +51,20 @@ class Balance:
             self._probability[self._place[layer]] += load.probability.detach()
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """What was counted since the last call, this rank's part of the step, [layers, E]: tokens int64, and the sums of
-        their probabilities float64."""
+        """What was counted since the last call, this rank's part of the step, [layers, E]: tokens, int64, and the sums
+        of their probabilities, float64."""
         taken = self._now, self._probability
         self._now, self._probability = (torch.zeros_like(x) for x in taken)
         return taken
 
     def term(self, probability: Tensor, tokens: int) -> float:
-        """The load-balancing term of a step, from its global sums of probabilities and number of tokens; the counts are
-        those of the step before."""
+        """The load-balancing term of a step's loss, from its global sums of probabilities and number of tokens; the
+        counts are those of the step before."""
         layers, experts = probability.shape
         if not layers:
             return 0.0
         terms = (probability * self.shares(self._place)).flatten().tolist()
-        return math.fsum(terms) * experts / (layers * tokens)
+        return math.fsum(terms) * experts / (layers * tokens) * self._coefficient
 
     @torch.no_grad()
     def update(self, counts: Tensor) -> None:

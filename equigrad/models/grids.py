@@ -99,7 +99,6 @@ def attach(model: Decoder, grids: Grids, places: Mapping[str, Placement]) -> Non
             module.grids = of(f"{module_name}.weight")
     for block in model.blocks:
         at = f"model.layers.{block.layer.index}"
-        names = [f"{at}.self_attn.sinks"] if block.linear is None else [
-            *(f"{at}.linear_attn.{x}_conv1d.weight" for x in "qkv"), f"{at}.linear_attn.A_log", f"{at}.linear_attn.dt_bias"
-        ]  # fmt: skip
-        block.layer.grids = {name.removeprefix(f"{at}."): of(name) for name in names if name in places}
+        names = ["self_attn.sinks", *(f"linear_attn.{x}_conv1d.weight" for x in "qkv")]
+        names += ["linear_attn.A_log", "linear_attn.dt_bias"]
+        block.layer.grids = {name: of(f"{at}.{name}") for name in names if f"{at}.{name}" in places}

@@ -3,6 +3,7 @@ what ``config.json`` says, and which stored tensor is which part of which parame
 """
 
 import json
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -343,23 +344,50 @@ def _qwen3_next_raw(config: Model) -> dict[str, Any]:
 
 
 def to_peft(config: Model, lora: Lora, base: str | None) -> dict[str, Any]:
-    """The ``adapter_config.json`` of adapters, as PEFT reads it; ``base``: where the weights under them are."""
-    specs = parameter_specs(config)
-    modules = [name.removesuffix(".weight") for name in adapted_weights(specs, lora)]
-    ends = sorted({m.rpartition(".")[2] for m in modules})
-    taken = sorted({"gate_proj", "up_proj", "down_proj"} & {*ends})
-    if config.family in ("qwen3_moe", "qwen3_next") and taken:
+    """The ``adapter_config.json`` of adapters, as PEFT reads it; ``base``: where the weights under them are.
+
+    Raises ``UserError`` for a shape that the family, or adapters that PEFT, cannot express.
+    """
+    _check_family(config)
+    specs, stacks = parameter_specs(config), adapted_stacks(config, lora)
+    if stacks and config.family == "gpt_oss" and config.experts is not None and config.experts.num_experts == 1:
         raise UserError(
-            f"PEFT takes {', '.join(taken)} of a {config.family} for its routed experts, wherever they are, and would"
-            " leave these adapters out: export them merged (without --adapter), or train with lora.targets that name"
-            " none of them"
+            "PEFT takes a single expert for a plain linear layer, which those of a gpt-oss are not: export the adapters"
+            " merged (without --adapter)"
         )
+    # In these families PEFT takes modules of such names for routed experts, wherever they are, but not parameters.
+    qwen = config.family in ("qwen3_moe", "qwen3_next")
+    taken = tuple(f".{which}_proj.weight" for which in ("gate", "up", "down")) if qwen else ()
+    plain = [name for name in adapted_weights(specs, lora) if specs[name].role != "experts"]
+    modules = [name.removesuffix(".weight") for name in plain if not name.endswith(taken)]
     # By the ends of their names where these mean no others, which is how most who read this file want it.
+    ends = sorted({m.rpartition(".")[2] for m in modules})
     others = {n.removesuffix(".weight") for n in specs if n.endswith(".weight")} - set(modules)
     targets = modules if any(m.rpartition(".")[2] in ends for m in others) else ends
+    # Two projections in one have both ranks; what their products are multiplied by stays.
+    pairs = [name for name, weights in stacks.items() if len(weights) == 2 and all(weights)]
+    if pairs and all(map(all, stacks.values())):
+        pairs = ["gate_up_proj"]
+    alpha = lora.alpha * (math.sqrt(2) if lora.rslora else 2)
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-            "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": targets, "lora_dropout": 0.0,
-            "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}  # fmt: skip
+            "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": targets,
+            "target_parameters": [*stacks, *(name for name in plain if name.endswith(taken))] or None,
+            "rank_pattern": dict.fromkeys(pairs, 2 * lora.rank), "alpha_pattern": dict.fromkeys(pairs, alpha),
+            "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
+            "inference_mode": True}  # fmt: skip
+
+
+def adapted_stacks(config: Model, lora: Lora) -> dict[str, tuple[str | None, ...]]:
+    """What ``transformers`` calls each parameter of routed experts with adapters (``model.layers.0.mlp.experts.
+    gate_up_proj``), and the weights of ours that are in it, None for one without an adapter."""
+    specs, stacks = parameter_specs(config), dict[str, tuple[str | None, ...]]()
+    adapted = [name for name in adapted_weights(specs, lora) if specs[name].role == "experts"]
+    for at in dict.fromkeys(name.rsplit(".", 2)[0] for name in adapted):
+        for parameter, matrices in ("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)):
+            weights = [f"{at}.{matrix}.weight" for matrix in matrices]
+            if not set(weights).isdisjoint(adapted):
+                stacks[f"{at}.{parameter}"] = tuple(name if name in adapted else None for name in weights)
+    return stacks
 
 
 def peft_name(name: str) -> str:

@@ -201,7 +201,7 @@ def adapted_weights(specs: Mapping[str, Spec], lora: Lora) -> list[str]:
     found: set[str] = set()
     for target in lora.targets:
         if target == "all-linear":
-            found |= {m for m in linears if specs[weights[m]].role != "head"}
+            found |= {m for m in linears if specs[weights[m]].role == "matrix"}
             continue
         try:
             hits = [m for m in weights if m == target or m.endswith(f".{target}") or re.fullmatch(target, m)]
@@ -212,16 +212,18 @@ def adapted_weights(specs: Mapping[str, Spec], lora: Lora) -> list[str]:
         if not hits:
             raise UserError(f"lora.targets: {target!r} is no layer of this model; {_known(linears)}")
         for module in sorted(set(hits) - set(linears)):
-            what = "experts" if specs[weights[module]].role == "experts" else "one of those layers"
-            raise UserError(f"lora.targets: {target!r} names {module}, {what} that take no adapter; {_known(linears)}")
+            what = f"{target!r} names {module}, one of those layers that take no adapter"
+            raise UserError(f"lora.targets: {what}; {_known(linears)}")
         found |= set(hits)
     return [weights[m] for m in linears if m in found]
 
 
 def _takes_adapter(spec: Spec) -> bool:
-    """Whether it is the weight of a column or row linear or of the head; a router's is not divided, and a kernel has
-    three dimensions."""
-    return spec.role in ("matrix", "head") and spec.tensor is not None and len(spec.shape) == 2
+    """Whether it is the weight of a column or row linear, of routed experts or of the head; a router's is not divided,
+    and a kernel has three dimensions."""
+    return spec.role == "experts" or (
+        spec.role in ("matrix", "head") and spec.tensor is not None and len(spec.shape) == 2
+    )
 
 
 def _known(linears: Collection[str]) -> str:
@@ -230,17 +232,22 @@ def _known(linears: Collection[str]) -> str:
 
 
 def _adapter_specs(name: str, weight: Spec, lora: Lora) -> dict[str, Spec]:
-    """Down to the rank and up again, ``x A^T B^T``; starts at nothing, for B is zero, with the spread of PEFT's A.
+    """Down to the rank and up again, ``x A^T B^T``; starts at nothing, for B is zero, with the spread of PEFT's A. Of
+    stacked experts each has its own.
 
     Each is divided where it shares a dimension with the weight.
     """
-    rows, columns = weight.shape
-    cut = weight.tensor
+    *stack, rows, columns = weight.shape
+    role: Role = "experts" if stack else "matrix"
     a, b = (name.removesuffix("weight") + part for part in ADAPTER_PARTS)
+
+    def cut(own: int) -> Cut | None:
+        return weight.tensor if weight.tensor and weight.tensor.dim == len(stack) + own else None
+
     std = 1 / math.sqrt(3 * columns)
     return {
-        a: Spec((lora.rank, columns), "matrix", std, tensor=cut if cut and cut.dim == 1 else None),
-        b: Spec((rows, lora.rank), "matrix", tensor=cut if cut and cut.dim == 0 else None),
+        a: Spec((*stack, lora.rank, columns), role, std, tensor=cut(1), expert=weight.expert),
+        b: Spec((*stack, rows, lora.rank), role, tensor=cut(0), expert=weight.expert),
     }
 
 

@@ -165,8 +165,8 @@ def add_sinks(out: Tensor, total: Tensor, sinks: Tensor | None, first_head: int)
 
 
 def sink_gradient(sinks: Tensor | None, first_head: int, known: Attended) -> Tensor | None:
-    """The gradient of the sinks: zero for heads that are not here."""
-    if sinks is None:
+    """The gradient of the sinks, unless they are frozen: zero for heads that are not here."""
+    if sinks is None or not sinks.requires_grad:
         return None
     return weight_gradient(sinks, partial(_sink_gradient, sinks, first_head, known.dout, known.out, known.total))
 

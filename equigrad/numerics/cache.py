@@ -88,17 +88,22 @@ class DecodingCache:
         self.lengths = self.lengths[sequences]
         self._longest = int(self.lengths.max()) if len(self.lengths) else 0
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
-        lengths = torch.tensor(row.lengths, device=q.device)
-        slot = torch.arange(len(row.lengths), device=q.device).repeat_interleave(lengths)
+    def store(self, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row) -> Tensor:
+        """Keep the keys and values of the row; returns all there are, [2, sequences, room, kv_heads, D]."""
+        lengths = torch.tensor(row.lengths, device=k.device)
+        slot = torch.arange(len(row.lengths), device=k.device).repeat_interleave(lengths)
         if layer.index not in self._stores:
             self._stores[layer.index] = self._room()
         store = self._stores[layer.index]
         store[0, slot, row.positions] = k
         store[1, slot, row.positions] = v
+        return store
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Store the keys and values of the row, then attend. Shapes as in ``Ops.attention``."""
+        store = self.store(k, v, layer, row)
         if self._prefilling:
             return packed_attention(q, k, v, row.lengths, layer.window, sinks)
         places = self._longest + (sinks is not None)

@@ -6,7 +6,7 @@ attributes of ``ctx`` and not among the saved tensors: of those a block that is 
 gradients would go nowhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from torch import Tensor, no_grad
@@ -62,3 +62,12 @@ def weight_gradient(parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor 
         return compute()
     _active._pending.append((parameter, compute))
     return None
+
+
+def weight_gradients(
+    parameters: Sequence[Tensor | None], needed: Sequence[bool], computes: Sequence[Callable[[], Tensor]]
+) -> list[Tensor | None]:
+    """``weight_gradient`` of each parameter that is ``needed``; the last ones may be without ``computes``."""
+    ways = [*computes, *[None] * (len(parameters) - len(computes))]
+    each = zip(parameters, needed, ways, strict=True)
+    return [weight_gradient(p, way) if need and p is not None and way else None for p, need, way in each]

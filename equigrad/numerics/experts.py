@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from equigrad.config.model import Experts
-from equigrad.numerics.deferred import weight_gradient
-from equigrad.numerics.ops import Layer
+from equigrad.numerics.deferred import weight_gradient, weight_gradients
+from equigrad.numerics.ops import Layer, operands
 from equigrad.numerics.routing import Dispatch, Exchange, Load, Routes
 from equigrad.parallel.collectives import Axis, all_to_all, exchange
 from equigrad.parallel.partition import even
@@ -198,41 +198,59 @@ class _WeightedSum(torch.autograd.Function):
 
 def expert_linears(x: Tensor, layers: Sequence[Layer], at: Dispatch, biased: bool) -> tuple[Tensor, ...]:
     """See ``Ops.expert_column_linears``; ``biased``: whether biases are added, which have a gradient in any case."""
-    return _ExpertLinears.apply(x, at.ends, biased, *(t for layer in layers for t in (layer.weight, layer.bias)))
+    scales, flat = operands(layers)
+    return _ExpertLinears.apply(x, at.ends, biased, scales, *flat)
 
 
 class _ExpertLinears(torch.autograd.Function):
-    """One input, sorted by expert; ``pairs`` is stacked weights, biases, and so on. An expert without tokens has zeros
-    for a gradient, and so has a bias that is not ``added``."""
+    """One input, sorted by expert; ``scales`` and ``operands`` as ``ops.operands`` makes them. An expert without tokens
+    has zeros for a gradient, and so has a bias that is not ``added``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, added: bool, *pairs: Tensor | None) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, ends)
-        ctx.pairs, ctx.added = pairs, added
-        outputs = []
-        for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, added: bool, scales: tuple[float, ...], *operands: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        outputs, lows = [], []
+        for scale, weight, bias, a, b in zip(scales, *(operands[n::4] for n in range(4)), strict=True):
             assert weight is not None
-            y = _grouped(x, weight.to(x.dtype).transpose(1, 2), ends)
-            outputs.append(y if bias is None or not added else y.add_(bias.to(y.dtype)[expert_of_copy(ends, len(y))]))
+            y = _grouped(x, weight.to(x.dtype).mT, ends)
+            if bias is not None and added:
+                y.add_(bias.to(y.dtype)[expert_of_copy(ends, len(y))])
+            low = None
+            if a is not None and b is not None:
+                low = _grouped(x, a.to(x.dtype).mT, ends).mul_(scale)
+                y.add_(_grouped(low, b.to(x.dtype).mT, ends))
+            outputs.append(y)
+            lows.append(low)
+        # Frozen weights without adapters do not need their input again.
+        needed = any(ctx.needs_input_grad[4::4]) or any(ctx.needs_input_grad[6::4])
+        ctx.save_for_backward(x if needed else None, ends, *lows)
+        ctx.added, ctx.scales, ctx.operands = added, scales, operands
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        (x, ends), pairs = ctx.saved_tensors, ctx.pairs
+        x, ends, *lows = ctx.saved_tensors
         dx: Tensor | None = None
         gradients: list[Tensor | None] = []
-        for index, dy in enumerate(dys):
-            weight, bias = pairs[2 * index], pairs[2 * index + 1]
-            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * index : 5 + 2 * index]
+        for index, (dy, scale, low) in enumerate(zip(dys, ctx.scales, lows, strict=True)):
+            weight, bias, a, b = ctx.operands[4 * index : 4 * index + 4]
+            needs = ctx.needs_input_grad[4 + 4 * index : 8 + 4 * index]
             if ctx.needs_input_grad[0]:
                 part = _grouped(dy, weight.to(dy.dtype), ends)
                 dx = part if dx is None else dx.add_(part)
-            of_weight = partial(_expert_weight_gradient, dy, x, ends, weight)
-            of_bias = partial(_expert_bias_gradient, dy if ctx.added else dy[:0], ends, bias)
-            gradients.append(weight_gradient(weight, of_weight) if needs_weight else None)
-            gradients.append(weight_gradient(bias, of_bias) if needs_bias else None)
-        return (dx, None, None, *gradients)
+            computed = [
+                partial(_expert_weight_gradient, dy, x, ends, weight),
+                partial(_expert_bias_gradient, dy if ctx.added else dy[:0], ends, bias),
+            ]
+            if a is not None:
+                dlow = _grouped(dy, b.to(dy.dtype), ends).mul_(scale)
+                dx = None if dx is None else dx.add_(_grouped(dlow, a.to(dlow.dtype), ends))
+                computed.append(partial(_expert_weight_gradient, dlow, x, ends, a))
+                computed.append(partial(_expert_weight_gradient, dy, low, ends, b))
+            gradients += weight_gradients((weight, bias, a, b), needs, computed)
+        return (dx, None, None, None, *gradients)
 
 
 def expert_of_copy(ends: Tensor, copies: int) -> Tensor:
@@ -295,5 +313,7 @@ class TokenGate(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         (x, y, gate), weight = ctx.saved_tensors, ctx.weight
         dlogit = (d.float() * y).sum(1, keepdim=True) * gate * (1 - gate)
-        dw = weight_gradient(weight, lambda: (dlogit.t() @ x.float()).to(weight.dtype))
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(weight, lambda: (dlogit.t() @ x.float()).to(weight.dtype))
         return (dlogit * weight.float()).to(x.dtype), dw, (d * gate).to(y.dtype)

@@ -20,10 +20,10 @@ from equigrad.numerics import delta
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention, context_delta_rule
 from equigrad.numerics.cross_entropy import CrossEntropy, Head
-from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.deferred import weight_gradient, weight_gradients
 from equigrad.numerics.delta import Weights, gated_delta_rule
 from equigrad.numerics.experts import TokenGate, combine, dispatch, expert_linears, route
-from equigrad.numerics.ops import AttentionLayer, DeltaLayer, Layer, RotaryTable
+from equigrad.numerics.ops import AttentionLayer, DeltaLayer, Layer, RotaryTable, operands
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import gather, reduce_scatter
@@ -194,18 +194,12 @@ def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
 
 
 def _linears(x: Tensor, dtype: torch.dtype, layers: Sequence[Layer], biased: bool = True) -> tuple[Tensor, ...]:
-    scales: list[float] = []
-    operands: list[Tensor | None] = []
-    for layer in layers:
-        *pair, scale = layer.adapter or (None, None, 1.0)
-        operands += [layer.weight, layer.bias if biased else None, *pair]
-        scales.append(scale)
-    return _Linears.apply(x, dtype, tuple(scales), *operands)
+    scales, flat = operands(layers, biased)
+    return _Linears.apply(x, dtype, scales, *flat)
 
 
 class _Linears(torch.autograd.Function):
-    """One input, several weights: ``operands`` is weight, bias and an adapter's two matrices, and so on; ``scales``
-    are those of the adapters."""
+    """One input, several weights; ``scales`` and ``operands`` as ``ops.operands`` makes them."""
 
     @staticmethod
     def forward(
@@ -249,9 +243,7 @@ class _Linears(torch.autograd.Function):
                 dx = None if dx is None else dx.addmm_(dlow, a.to(dlow.dtype))
                 computed.append(partial(_linear_weight_gradient, dlow, xq, a))
                 computed.append(partial(_linear_weight_gradient, dy, low, b))
-            each = zip((weight, bias, a, b), computed, needs, strict=False)
-            found = [weight_gradient(of, compute) if needed else None for of, compute, needed in each]
-            gradients += [*found, *[None] * (4 - len(found))]
+            gradients += weight_gradients((weight, bias, a, b), needs, computed)
         return (None if dx is None else dx.to(ctx.x_dtype), None, None, *gradients)
 
 

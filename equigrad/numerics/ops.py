@@ -25,7 +25,7 @@ RotaryTable = tuple[Tensor, Tensor]
 
 class Adapter(NamedTuple):
     """What is added to a weight [N, K], as a product of two: ``scale`` times ``x`` times ``a`` [r, K] transposed times
-    ``b`` [N, r] transposed.
+    ``b`` [N, r] transposed. Of stacked experts [E, N, K] each has its own: ``a`` [E, r, K], ``b`` [E, N, r].
 
     Where tensor ranks divide the weight, they divide what shares the dimension with it and have the other whole: of
     that each rank has a part of the gradient.
@@ -56,6 +56,18 @@ class Layer(Protocol):
 
     @property
     def grids(self) -> Any: ...
+
+
+def operands(layers: Sequence[Layer], biased: bool = True) -> tuple[tuple[float, ...], list[Tensor | None]]:
+    """The scales of the layers' adapters; and weight, bias and the adapter's two matrices of the first layer, then of
+    the next, as an autograd function takes them. What a layer lacks is None, and so is a bias if not ``biased``."""
+    scales: list[float] = []
+    flat: list[Tensor | None] = []
+    for layer in layers:
+        *pair, scale = layer.adapter or (None, None, 1.0)
+        flat += [layer.weight, layer.bias if biased else None, *pair]
+        scales.append(scale)
+    return tuple(scales), flat
 
 
 class AttentionLayer:
@@ -211,11 +223,12 @@ class Ops(Protocol):
 
     def expert_column_linears(self, x: Tensor, layers: Sequence[Layer], at: Dispatch, row: Row) -> tuple[Tensor, ...]:
         """Into the experts: dispatched ``x`` [copies, K] times their expert's matrix of each weight [E, N, K]
-        transposed, plus its row of the bias [E, N] -> [copies, N] each."""
+        transposed, plus its row of the bias [E, N] and what its adapter adds -> [copies, N] each. An expert without
+        copies has zeros for gradients."""
         ...
 
     def expert_row_linear(self, x: Tensor, layer: Layer, at: Dispatch, row: Row) -> Tensor:
-        """Out of the experts: ``x`` [copies, K], weight [E, N, K], bias [E, N] -> [copies, N]. Where ranks
+        """Out of the experts: ``x`` [copies, K], weight [E, N, K], bias [E, N], adapter -> [copies, N]. Where ranks
         share every expert's features, this is a rank's part of the sum that ``combine`` makes."""
         ...
 

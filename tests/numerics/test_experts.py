@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from equigrad.config.model import Experts
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
+from equigrad.numerics.ops import Adapter
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.partition import part_of
@@ -116,18 +117,19 @@ def weights_of(experts: Experts, hidden: int = 24) -> list[Tensor]:
 def feed(
     x: Tensor,
     router: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
+    gate: Tensor | Given,
+    up: Tensor | Given,
+    down: Tensor | Given,
     experts: Experts,
     numerics: NativeOps = ops,
     axis: Axis = ALONE,
 ) -> Tensor:
     row = Row.of([len(x)], experts=axis)
+    gate, up, down = (own if isinstance(own, Given) else Given(own) for own in (gate, up, down))
     routes = numerics.router(x, Given(router), None, experts, row)
     sent, at = numerics.dispatch(x, routes, row)
-    inner = numerics.gated(*numerics.expert_column_linears(sent, [Given(gate), Given(up)], at, row), row)
-    return numerics.combine(numerics.expert_row_linear(inner, Given(down), at, row), routes, at, row)
+    inner = numerics.gated(*numerics.expert_column_linears(sent, [gate, up], at, row), row)
+    return numerics.combine(numerics.expert_row_linear(inner, down, at, row), routes, at, row)
 
 
 def feed_reference(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor, experts: Experts) -> Tensor:
@@ -218,6 +220,63 @@ def test_experts_without_tokens_have_zeros_for_gradients(inner: int, tokens: int
     assert x.grad is not None
     for weight in weights[1:]:
         assert [bool(g.any()) for g in weight.grad] == [e in chosen for e in range(6)]
+
+
+def adapters_of(weights: list[Tensor], rank: int) -> list[Tensor]:
+    """A and B of gate, of up and of down."""
+    shapes = [(len(w), *size) for w in weights[1:] for size in ((rank, w.shape[2]), (w.shape[1], rank))]
+    return [tensor(*shape, seed=seed) for seed, shape in enumerate(shapes, 21)]
+
+
+def feed_adapted(experts: Experts, x: Tensor, router: Tensor, *own: Tensor) -> Tensor:
+    """``own``: weights of gate, up and down, then what ``adapters_of`` says."""
+    pairs = zip(own[3::2], own[4::2], strict=True)
+    layers = [Given(w, None, Adapter(a, b, 0.7)) for w, (a, b) in zip(own[:3], pairs, strict=True)]
+    return feed(x, router, *layers, experts)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("rank", [4, 3])
+@pytest.mark.parametrize("name", ["softmax", "one", "odd width"])
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_adapters_of_experts_match_float64(name: str, rank: int, tokens: int) -> None:
+    experts = KINDS[name]
+
+    def reference(x: Tensor, router: Tensor, *own: Tensor) -> Tensor:
+        pairs = zip(own[3::2], own[4::2], strict=True)
+        return feed_reference(x, router, *(w + 0.7 * b @ a for w, (a, b) in zip(own[:3], pairs, strict=True)), experts)  # type: ignore[misc]
+
+    weights = weights_of(experts)
+    inputs = [tensor(tokens, 24), *weights, *adapters_of(weights, rank)]
+    assert_same(lambda *t: feed_adapted(experts, *t), reference, inputs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [4, 3])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_adapters_of_experts_without_tokens_have_zeros_for_gradients(rank: int, tokens: int) -> None:
+    experts = make(num_experts_per_tok=2)
+    x, weights = tensor(tokens, 24), weights_of(experts)
+    adapters = adapters_of(weights, rank)
+    chosen = ops.router(x, Given(weights[0]), None, experts, Row.of([tokens])).experts.flatten().tolist()
+    feed_adapted(experts, x, *weights, *adapters).sum().backward()
+    for matrix in adapters:
+        assert [bool(g.any()) for g in matrix.grad] == [e in chosen for e in range(6)]
+
+
+def test_adapters_of_experts_learn_the_same_beside_frozen_weights_and_later() -> None:
+    experts, x = make(), tensor(50, 24)
+    now, later = ([*(weights := weights_of(experts)), *adapters_of(weights, 4)] for _ in range(2))
+    feed_adapted(experts, x, *now).square().sum().backward()
+    expected, x.grad = x.grad, None
+    for weight in later[:4]:
+        weight.requires_grad_(False)
+    with DeferredWeightGradients() as deferred:
+        feed_adapted(experts, x, *later).square().sum().backward()
+    assert len(deferred) == 6
+    assert all(t.grad is None for t in later)
+    deferred.run()
+    assert torch.equal(x.grad, expected)
+    assert all(t.grad is None for t in later[:4])
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(now[4:], later[4:], strict=True))
 
 
 def test_a_token_has_the_same_result_among_others() -> None:

@@ -122,6 +122,7 @@ def same(many: Outcome, one: Outcome, rank: int) -> None:
             found, expected = ([record[key] for record in outcome["records"]] for outcome in (many, one))
             assert found == pytest.approx(expected, rel=1e-5), (rank, key)
     for step in range(3):
+        assert many["gradients"][step].keys() == one["gradients"][step].keys(), (rank, step)
         wrong = [n for n, g in one["gradients"][step].items() if not close(many["gradients"][step][n], g)]
         assert not wrong, (rank, step, wrong)
     wrong = [n for n, p in one["parameters"].items() if not close(many["parameters"][n], p)]

@@ -64,6 +64,21 @@ ADAPTED_LAYOUTS = [
 ]
 
 
+# Routed experts alone, beside a shared one that stays as it is.
+ADAPTED_EXPERTS = SPARSE | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", r".*\.experts\..*"]}}
+ADAPTED_EXPERTS_LAYOUTS = [
+    {"tp": 2},
+    {"cp": 2, "ep": 2},
+    {"dp_shard": 4},
+    {"dp_shard": 4, "ep": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "ep": 2, "tp": 2},
+    {"pp": 2, "tp": 2, "pp_schedule": "zero_bubble"},
+    {"pp": 2, "dp_shard": 2, "ep": 2, "pp_schedule": "zero_bubble"},
+    {"cp": 2, "dp_shard": 2, "ep": 4, "tp": 2},
+]
+
+
 FURTHER = {"model__mtp_layers": 2, "model__initializer_range": 0.05}
 FURTHER_LAYOUTS = [
     {"tp": 2},
@@ -191,6 +206,21 @@ def test_a_layout_of_adapters_is_one_process(workers: Pools, alone: Any, tmp_pat
     check(workers, alone, tmp_path, layout, ADAPTED, ROWS)
 
 
+@pytest.mark.parametrize("layout", ADAPTED_EXPERTS_LAYOUTS, ids=str)
+def test_a_layout_of_adapted_experts_is_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    check(workers, alone, tmp_path, layout, ADAPTED_EXPERTS, ROWS)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2, "ep": 2, "tp": 2}, {"pp": 2, "pp_schedule": "zero_bubble"}], ids=str
+)
+def test_adapters_of_some_projections_beside_frozen_biases_and_sinks(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    """The rank is odd, so that each expert's run is a product of its own."""
+    check(workers, alone, tmp_path, layout, SINKS | {"lora": {"rank": 3, "targets": ["gate_proj", "down_proj"]}})
+
+
 def test_adapters_beside_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
     """Experts and routers frozen, adapters on attention, dense and shared layers; the balancing term reaches them."""
     check(workers, alone, tmp_path, {"dp_shard": 2, "ep": 2}, SPARSE | {"lora": {"rank": 4}})
@@ -288,7 +318,11 @@ def test_divided_experts_keep_other_promises(
     check(workers, alone, tmp_path, {"dp_shard": 4, "ep": 2}, SPARSE | changes)
 
 
-@pytest.mark.parametrize("changes", [SPARSE, SINKS, ADAPTED, RECURRENT], ids=["experts", "sinks", "adapters", "states"])
+@pytest.mark.parametrize(
+    "changes",
+    [SPARSE, SINKS, ADAPTED, ADAPTED_EXPERTS, RECURRENT],
+    ids=["experts", "sinks", "adapters", "adapted experts", "states"],
+)
 @pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "cp": 2}], ids=str)
 def test_what_is_computed_again_may_have_its_weight_gradients_later(
     workers: Pools, alone: Any, tmp_path: Path, layout: Layout, changes: dict[str, Any]

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,7 +235,7 @@ def _of_query(ds: Tensor, k_power: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 @fused
 def _of_key(terms: Tensor, q_power: Tensor, size: Tensor, bits: int) -> Tensor:
-    """``terms`` times the powers of the queries, in bits below the largest of a key, ``size`` [count, kv, 1, 1, keys]."""
+    """``terms`` times the powers of the queries, in bits below a key's largest, ``size`` [count, kv, 1, 1, keys]."""
     return onto(terms.double() * q_power, exponent(size) - bits)
 
 
@@ -284,7 +284,7 @@ def attend(
 
 
 class _Gradients:
-    """The backward pass over some queries and keys, in two parts: ``largest`` of each key's terms, and then the sums."""
+    """The backward pass over some queries and keys, in two parts: the ``largest`` term of each key, and the sums."""
 
     def __init__(
         self,
@@ -346,69 +346,43 @@ class _Gradients:
         return dq, dk.mul_(self._scale), dv
 
 
-class _Place(Protocol):
-    """Where the queries and keys are that this rank computes with."""
+@dataclass(frozen=True)
+class _Place:
+    """Where the queries and keys are that this rank computes with: here, all of them."""
 
     tiles: tuple[Tile, ...]
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From own tokens to queries, and the keys and values that they see."""
-        ...
-
-    def enter_queries(self, x: Tensor) -> Tensor:
-        """From own tokens to queries."""
-        ...
-
-    def leave(self, x: Tensor) -> Tensor:
-        """From queries to own tokens."""
-        ...
-
-    def largest(self, sizes: Tensor) -> Tensor:
-        """Of each key [2, keys, kv_heads], on all ranks."""
-        ...
-
-    def home(self, total: Tensor) -> Tensor:
-        """From parts of an exact sum for each key to the sums of own tokens, float64."""
-        ...
-
-    def sinks(self, x: Tensor) -> Tensor:
-        """Of the sinks of all heads [heads], those of the queries."""
-        ...
-
-    def sink_terms(self, x: Tensor, heads: int) -> Tensor:
-        """[queries, own heads] -> [queries, heads], zero for heads that are elsewhere."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Here:
-    """All on this rank."""
-
-    tiles: tuple[Tile, ...]
-
-    def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v
 
     def enter_queries(self, x: Tensor) -> Tensor:
+        """From own tokens to queries."""
         return x
 
-    leave = enter_queries
+    def leave(self, x: Tensor) -> Tensor:
+        """From queries to own tokens."""
+        return x
 
     def largest(self, sizes: Tensor) -> Tensor:
+        """Of each key [2, keys, kv_heads], on all ranks."""
         return sizes
 
     def home(self, total: Tensor) -> Tensor:
+        """From parts of an exact sum for each key to the sums of own tokens, float64."""
         return total
 
     def sinks(self, x: Tensor) -> Tensor:
+        """Of the sinks of all heads [heads], those of the queries."""
         return x
 
     def sink_terms(self, x: Tensor, heads: int) -> Tensor:
+        """[queries, own heads] -> [queries, heads], zero for heads that are elsewhere."""
         return x
 
 
 @dataclass(frozen=True)
-class _Gathered(_Here):
+class _Gathered(_Place):
     """Own queries, and the keys of all context ranks, gathered: a sum needs the largest score of all its keys first, so
     nothing is gained by letting them travel round a ring."""
 
@@ -427,10 +401,9 @@ class _Gathered(_Here):
 
 
 @dataclass(frozen=True)
-class _Exchanged:
+class _Exchanged(_Place):
     """All tokens of some heads."""
 
-    tiles: tuple[Tile, ...]
     split: Split
     queries: Heads
     kv_heads: int
@@ -469,7 +442,8 @@ class _Exchanged:
     def largest(self, sizes: Tensor) -> Tensor:
         keys = list(self._keys[self.split.rank])
         whole = sizes.new_zeros(*sizes.shape[:2], self.kv_heads)
-        whole.index_reduce_(2, torch.tensor(keys, dtype=torch.int64, device=sizes.device), sizes, "amax")
+        index = torch.tensor(keys, dtype=torch.int64, device=sizes.device).expand_as(sizes)
+        whole.scatter_reduce_(2, index, sizes, "amax")
         return largest_across(whole, self.split.group)[:, :, keys]
 
     def home(self, total: Tensor) -> Tensor:
@@ -495,7 +469,7 @@ class _Exchanged:
 def _place(row: Row, window: int | None, heads: int, kv_heads: int) -> _Place:
     split = row.context
     if split is None:
-        return _Here(query_blocks(row.lengths, ((0, row.tokens),), window))
+        return _Place(query_blocks(row.lengths, ((0, row.tokens),), window))
     if row.strategy == "ring":
         return _Gathered(query_blocks(row.lengths, split.partition.ranges[split.rank], window), split)
     ranks = len(split.partition.ranges)
@@ -524,7 +498,7 @@ class Attention(torch.autograd.Function):
             place = replace(place, tiles=())
         out, state = attend(*own, place.tiles, None if sinks is None else place.sinks(sinks), budget)
         # Of gathered keys only the own ones are kept: they are gathered again.
-        kept = (q, k, v) if isinstance(place, _Here) else own
+        kept = own if isinstance(place, _Exchanged) else (q, k, v)
         ctx.save_for_backward(*kept, out, *state)
         ctx.place, ctx.budget, ctx.sinks, ctx.grids, ctx.nothing = place, budget, sinks, grids, None
         return place.leave(out)
@@ -534,19 +508,21 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.nothing is not None:
             q, k, v, sinks = ctx.nothing
-            dsinks = None if sinks is None else weight_gradient(sinks, lambda: torch.zeros_like(sinks))
+            dsinks = None
+            if ctx.needs_input_grad[3]:
+                dsinks = weight_gradient(sinks, lambda: torch.zeros_like(sinks))
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dsinks, None, None, None, None
-        q, k, v, out, *state = ctx.saved_tensors
+        q, k, v, out, top, total = ctx.saved_tensors
         place: _Place = ctx.place
-        if isinstance(place, _Here):
+        if not isinstance(place, _Exchanged):
             q, k, v = place.enter(q, k, v)
         dout, sinks = place.enter_queries(dout), ctx.sinks
-        work = _Gradients(dout, q, k, v, out, _State(*state), place.tiles, ctx.budget)
+        work = _Gradients(dout, q, k, v, out, _State(top, total), place.tiles, ctx.budget)
         dq, dk, dv = work.sums(place.largest(work.largest))
         dk, dv = (value(place.home(total), q.dtype) for total in (dk, dv))
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            terms = _sink_terms(place.sinks(sinks), *state, work.delta)
+            terms = _sink_terms(place.sinks(sinks), top, total, work.delta)
             whole, grids = place.sink_terms(terms, len(sinks)), ctx.grids
             dsinks = weight_gradient(sinks, lambda: grids["sum"].round(whole).sum(0))
         return place.leave(dq), dk, dv, dsinks, None, None, None, None
@@ -557,3 +533,19 @@ def _sink_terms(sinks: Tensor, top: Tensor, total: Tensor, delta: Tensor) -> Ten
     """The gradient of the sinks at each query, [T, heads]."""
     p = (exp(sinks.float().double() - top.double()) / total).float()
     return -(p.double() * delta.double())
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, row: Row, window: int | None, sinks: Tensor | None, context: int
+) -> Tensor:
+    """Attention of the last tokens of sequences, ``q`` [T, heads, D], to all that a cache holds of each, [sequences,
+    room, kv_heads, D]: the bits that they would have if all tokens were computed together."""
+    out, place = torch.empty_like(q), 0
+    budget = Budget.of(q.shape[-1], context, q.shape[1] // max(keys.shape[2], 1))
+    for sequence, length in enumerate(row.lengths if q.shape[1] else ()):
+        stop = int(row.positions[place + length - 1]) + 1
+        tiles = query_blocks((stop,), ((stop - length, stop),), window)
+        own = slice(place, place + length)
+        out[own], _ = attend(q[own], keys[sequence, :stop], values[sequence, :stop], tiles, sinks, budget)
+        place += length
+    return out

@@ -8,6 +8,7 @@ Where the embedding is the head too, its gradient is one sum with the head's, ov
 input counts as one whose error is a power of two, in the channels ``further``.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,7 +127,7 @@ class CrossEntropy(torch.autograd.Function):
         needs_x, needs_weight, _, _, _, needs_a, needs_b = ctx.needs_input_grad
         head, weight, a, b = ctx.head, ctx.weight, ctx.a, ctx.b
         x, _, at, *_ = ctx.saved_tensors
-        gradients = partial(_gradients, ctx, dloss)
+        gradients = partial(_gradients, ctx.saved_tensors, weight, a, b, head, ctx.keep, dloss)
         later = needs_weight and is_deferred(weight), needs_b and is_deferred(b)
         total, low_total, dw, db = gradients(needs_x, needs_weight and not later[0], needs_b and not later[1])
         if later[0]:
@@ -166,26 +167,39 @@ def _at_own(total: Tensor, at: Tensor | None, head: Head) -> Tensor:
 
 
 def _gradients(
-    ctx: Any, dloss: Tensor, needs_x: bool, needs_weight: bool, needs_b: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    saved: Sequence[Tensor],
+    weight: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    head: Head,
+    keep: bool,
+    dloss: Tensor,
+    needs_x: bool,
+    needs_weight: bool,
+    needs_b: bool,
+) -> list[Any]:
     """Those that are needed, float64: of the input at each token, of which tensor ranks add up theirs; so that of what
     an adapter made of it; of the weight, and of an adapter's second matrix."""
-    head, weight, b = ctx.head, ctx.weight, ctx.b
-    own_x, labels, at, kept, tops, totals = ctx.saved_tensors
+    own_x, labels, at, kept, tops, totals = saved
     x = at_tokens(own_x, at, head)
-    low, grids, across = adapted(x, ctx.a, head), head.grids, group_of(head.tensor)
+    low, grids, across = adapted(x, a, head), head.grids, group_of(head.tensor)
     own, here = own_columns(labels, head.tensor, head.vocabulary)
     first, second = operand_bits(head.vocabulary, _WIDE_EXTRA)
-    products, sums = [], []
-    for w, of_input, of_weight, inputs, name in (
-        (weight, needs_x, needs_weight, x, "in"), (b, needs_x and b is not None, needs_b, low, "b.in")
-    ):  # fmt: skip
-        products.append((columns(w, second, across), w.new_zeros(len(x), w.shape[1])) if of_input else None)
-        sums.append((grids[name].round(inputs), torch.zeros_like(w)) if of_weight else None)
+    # Of each matrix what it is multiplied by, and the sum: for the gradient of its input, and for its own.
+    products: list[tuple[Tensor, Tensor] | None] = [None, None]
+    sums: list[tuple[Tensor, Tensor] | None] = [None, None]
+    each = (weight, x, "in", needs_weight), (b, low, "b.in", needs_b)
+    for place, (w, inputs, name, needed) in enumerate(each):
+        if w is None or inputs is None:
+            continue
+        if needs_x:
+            products[place] = columns(w, second, across), w.new_zeros(len(x), w.shape[1])
+        if needed:
+            sums[place] = grids[name].round(inputs), torch.zeros_like(w)
     if any(sums):
         grids["loss"].see(dloss[:, None])
     for part in chunks(len(x), head.vocabulary):
-        z = kept[part] if ctx.keep else logits(x[part], weight, None if low is None else low[part], b, head)
+        z = kept[part] if keep else logits(x[part], weight, None if low is None else low[part], b, head)
         error = _errors(z, tops[part, None], totals[part], own[part], here[part], dloss[part])
         if any(products):
             by_token = rows(error, first, across)
@@ -197,4 +211,4 @@ def _gradients(
             for found in sums:
                 if found is not None:
                     found[1].addmm_(by_channel.t(), found[0][part])
-    return (*(None if found is None else found[1] for found in (*products, *sums)),)
+    return [None if found is None else found[1] for found in (*products, *sums)]

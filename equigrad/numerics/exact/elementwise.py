@@ -130,7 +130,8 @@ class ClampedGated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_clamped_backward(dy, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
+        gate, up = ctx.saved_tensors
+        return *_clamped_backward(dy, gate, up, ctx.alpha, ctx.limit), None, None
 
 
 @fused
@@ -199,7 +200,8 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _rotated(dy, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(dy, cos, sin, -1.0), None, None
 
 
 @fused

@@ -13,17 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from equigrad.config.model import Experts
-from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.deferred import weight_gradient, weight_gradients
 from equigrad.numerics.exact.elementary import exp, sigmoid
 from equigrad.numerics.exact.elementwise import short
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import columns_together, onto, operand_bits, rows, rows_together, sum_last, value
+from equigrad.numerics.exact.grids import (
+    columns,
+    columns_together,
+    onto,
+    operand_bits,
+    rows,
+    rows_together,
+    sum_last,
+    value,
+)
 from equigrad.numerics.exact.layers import LayerGrids, grids_of
-from equigrad.numerics.exact.linear import back_product, finish, group_of, product, token_product, token_sum
+from equigrad.numerics.exact.linear import (
+    back_product,
+    finish,
+    group_of,
+    plus,
+    product,
+    scaled,
+    token_product,
+    token_sum,
+)
 from equigrad.numerics.experts import expert_of_copy, runs
-from equigrad.numerics.ops import Layer
+from equigrad.numerics.ops import Layer, operands
 from equigrad.numerics.routing import Dispatch, Load, Routes
 from equigrad.parallel.collectives import Axis, Split, exchanged_tokens, gathered
 
@@ -130,8 +149,8 @@ class _Router(torch.autograd.Function):
 
 
 class Sent(torch.autograd.Function):
-    """Copies of own tokens [T, H], and of those of all tensor ranks, to the experts of their choice. A token's gradients
-    are added in the order of its choices."""
+    """Copies of own tokens [T, H], and of those of all tensor ranks, to the experts of their choice. The gradients of a
+    token are added in the order of its choices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Dispatch, axis: Axis, split: Split | None, dtype: torch.dtype) -> Tensor:
@@ -211,72 +230,100 @@ def _own(of_choices: Tensor, at: Dispatch, split: Split | None) -> Tensor:
 
 class ExpertLinears(torch.autograd.Function):
     """One input [copies, K], sorted by expert, with matrices [E, N, K] -> [copies, N] each. Tensor ranks divide either
-    N, and then add up the gradient of the input, or K, and then the output: each has all of it afterwards."""
+    N, and then add up the gradient of the input, or K, and then the output: each has all of it afterwards, as it has of
+    what an adapter's first matrix makes. ``scales`` and ``operands`` as ``ops.operands`` makes them."""
 
     @classmethod
     def of(
         cls, x: Tensor, layers: Sequence[Layer], at: Dispatch, split: Split | None, divided_inputs: bool
     ) -> tuple[Tensor, ...]:
-        operands = [t for layer in layers for t in (layer.weight, layer.bias)]
+        scales, flat = operands(layers)
         known = tuple(grids_of(layer) for layer in layers)
-        return cls.apply(x, at.ends, split, divided_inputs, known, *operands)
+        return cls.apply(x, at.ends, split, divided_inputs, known, scales, *flat)
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, ends: Tensor, split: Split | None, divided_inputs: bool, known: tuple[LayerGrids, ...],
-        *pairs: Tensor | None,
+        scales: tuple[float, ...], *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         across = group_of(split) if divided_inputs else None
-        a, b = operand_bits(known[0].inputs)
-        xq, outputs, each = rows(x, a, across), [], runs(ends)
-        for weight, bias in zip(pairs[::2], pairs[1::2], strict=True):
+        bits = operand_bits(known[0].inputs)
+        xq, outputs, lows, each = rows(x, bits[0], across), [], [], runs(ends)
+        for scale, weight, bias, a, b in zip(scales, *(operands[n::4] for n in range(4)), strict=True):
             assert weight is not None
-            wq = rows(weight, b, across)
-            y = xq.new_empty(len(x), weight.shape[1])
-            for run, of_expert in zip(each, wq, strict=True):
-                torch.mm(xq[run], of_expert.t(), out=y[run])
-            if across is not None:
-                dist.all_reduce(y, group=across)
-            outputs.append(finish(y, None if bias is None else bias[expert_of_copy(ends, len(y))], x.dtype))
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, ends)
-        ctx.split, ctx.divided_inputs, ctx.known, ctx.pairs = split, divided_inputs, known, pairs
+            y = _products(xq, rows(weight, bits[1], across), each, across)
+            y = finish(y, None if bias is None else bias[expert_of_copy(ends, len(y))], x.dtype)
+            low = None
+            if a is not None and b is not None:
+                low = scaled(_products(xq, rows(a, bits[1], across), each, across), scale, x.dtype)
+                of_low, of_b = operand_bits(low.shape[1])
+                y = plus(y, _products(rows(low, of_low), rows(b, of_b), each))
+            outputs.append(y)
+            lows.append(low)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[6:]) else None, ends, *lows)
+        ctx.split, ctx.divided_inputs, ctx.known = split, divided_inputs, known
+        ctx.scales, ctx.operands = scales, operands
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        (x, ends), known, pairs, split = ctx.saved_tensors, ctx.known, ctx.pairs, ctx.split
+        (x, ends, *lows), known, split = ctx.saved_tensors, ctx.known, ctx.split
         across = None if ctx.divided_inputs else group_of(split)
-        weights, each, dx = pairs[::2], runs(ends), None
+        weights, each, dx = ctx.operands[::4], runs(ends), None
         if ctx.needs_input_grad[0]:
-            a, b = operand_bits(sum(grids.outputs for grids in known))
+            a_bits, b_bits = operand_bits(sum(grids.outputs for grids in known))
             total = torch.zeros(len(dys[0]), weights[0].shape[2], dtype=torch.float64, device=dys[0].device)
-            products = zip(rows_together(dys, a, across), columns_together(weights, b, across), strict=True)
+            products = zip(rows_together(dys, a_bits, across), columns_together(weights, b_bits, across), strict=True)
             for dyq, wq in products:
                 for run, of_expert in zip(each, wq, strict=True):
                     total[run].addmm_(dyq[run], of_expert)
             if across is not None:
                 dist.all_reduce(total, group=across)
             dx = value(total, dys[0].dtype)
-        # A bias of what tensor ranks add up is whole on each of them: one of them has its gradient.
-        biased = not (ctx.divided_inputs and split is not None and split.rank)
+        # Of what tensor ranks have whole, one of them has the gradient: of a bias and an adapter's second matrix where
+        # they divide the inputs, of its first where they divide the outputs.
+        other, none = split is not None and split.rank > 0, [slice(0)] * len(each)
+        outputs_once, inputs_once = other and ctx.divided_inputs, other and not ctx.divided_inputs
         gradients: list[Tensor | None] = []
-        for n, (dy, grids) in enumerate(zip(dys, known, strict=True)):
-            weight, bias = pairs[2 * n], pairs[2 * n + 1]
-            of_weight = partial(_weight_part, grids, dy, known[0], x, each, weight)
-            of_bias = partial(_bias_part, grids, dy if biased else dy[:0], ends, bias)
-            for parameter, needed, compute in zip(
-                (weight, bias), ctx.needs_input_grad[5 + 2 * n :], (of_weight, of_bias), strict=False
-            ):
-                gradients.append(weight_gradient(parameter, compute) if needed else None)
-        return (dx, None, None, None, None, *gradients)
+        for n, (dy, low, grids, scale) in enumerate(zip(dys, lows, known, ctx.scales, strict=True)):
+            weight, bias, a, b = ctx.operands[4 * n : 4 * n + 4]
+            computed = [
+                partial(_weight_part, grids, "", dy, known[0], x, each, weight),
+                partial(_bias_part, grids, dy[:0] if outputs_once else dy, ends, bias),
+            ]
+            if a is not None:
+                of_dy, of_b = operand_bits(grids.outputs)
+                dlow = _products(rows(dy, of_dy, across), columns(b, of_b, across).mT, each, across)
+                dlow = scaled(dlow, scale, dy.dtype)
+                if dx is not None:
+                    of_low, of_a = operand_bits(a.shape[1])
+                    dx = plus(dx, _products(rows(dlow, of_low), columns(a, of_a).mT, each))
+                computed += [
+                    partial(_weight_part, grids, "a.", dlow, grids, x, none if inputs_once else each, a),
+                    partial(_weight_part, grids, "b.", dy, grids, low, none if outputs_once else each, b),
+                ]
+            gradients += weight_gradients((weight, bias, a, b), ctx.needs_input_grad[6 + 4 * n : 10 + 4 * n], computed)
+        return (dx, None, None, None, None, None, *gradients)
+
+
+def _products(xq: Tensor, wq: Tensor, each: Sequence[slice], across: ProcessGroup | None = None) -> Tensor:
+    """Each run of ``xq`` [copies, K] times its matrix of ``wq`` [E, N, K] transposed, exact, float64 [copies, N];
+    ``across``: the ranks that divide K."""
+    y = xq.new_empty(len(xq), wq.shape[1])
+    for run, of_expert in zip(each, wq, strict=True):
+        torch.mm(xq[run], of_expert.t(), out=y[run])
+    if across is not None:
+        dist.all_reduce(y, group=across)
+    return y
 
 
 def _weight_part(
-    out: LayerGrids, dy: Tensor, into: LayerGrids, x: Tensor, each: Sequence[slice], like: Tensor
+    out: LayerGrids, matrix: str, dy: Tensor, into: LayerGrids, x: Tensor, each: Sequence[slice], like: Tensor
 ) -> Tensor:
+    """``matrix``: ``a.`` or ``b.`` of an adapter, or nothing."""
     gradient = torch.zeros_like(like)
-    dyq, xq = out["out"].round(dy), into["in"].round(x)
+    dyq, xq = out[f"{matrix}out"].round(dy), into[f"{matrix}in"].round(x)
     for of_expert, run in zip(gradient, each, strict=True):
         torch.mm(dyq[run].t(), xq[run], out=of_expert)
     return gradient

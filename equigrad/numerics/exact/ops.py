@@ -4,8 +4,8 @@ arithmetic.
 Three steps make a reduction exact (``exact.grids``): its operands are rounded to a grid that depends on nothing that a
 layout can change; float64 products, sums and collectives then add without rounding, in whatever order; and the result
 is rounded once, to the value type. Between reductions everything is elementwise and made of IEEE operations
-(``exact.elementary``). Parameters and their gradients are float64; values and their gradients are of the value type, the
-residual stream float32, as in native numerics.
+(``exact.elementary``). Parameters and their gradients are float64; values and their gradients are of the value type,
+the residual stream float32, as in native numerics.
 """
 
 from collections.abc import Sequence

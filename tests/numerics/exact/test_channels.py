@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from equigrad.numerics.exact.channels import Channels, end_step
+from equigrad.numerics.exact.channels import Grids, Want
 
 TOKENS, BITS = 60, 20
 
@@ -20,33 +20,45 @@ def alone(_: Tensor) -> None:
     """One rank has the largest value already."""
 
 
-def run(parts: Sequence[Sequence[int]], steps: Sequence[Tensor]) -> list[tuple[list[float], int]]:
-    """The sums over tokens of each step, and how often it was done; ``parts``: the tokens of each rank."""
-    ranks = [Channels(6) for _ in parts]
+def one(channels: int = 6, first: int = 0, stop: int | None = None) -> Grids:
+    return Grids({"w": Want(channels, BITS, (first, channels if stop is None else stop))})
+
+
+def run(parts: Sequence[tuple[Sequence[int], slice]], steps: Sequence[Tensor]) -> list[tuple[list[float], int]]:
+    """The sums over tokens of each step, and how often it was done; ``parts``: tokens and channels of each rank."""
+    ranks = [one(6, *own.indices(6)[:2]) for _, own in parts]
     found = []
     for x in steps:
         times, kept = 0, False
         while not kept:
             times += 1
-            rounded = [rank.round(x[list(own)], BITS).sum(0) for rank, own in zip(ranks, parts, strict=True)]
-            total = torch.stack(rounded).sum(0)
+            total = torch.zeros(6, dtype=torch.float64)
+            for rank, (tokens, own) in zip(ranks, parts, strict=True):
+                total[own] += rank["w"].round(x[list(tokens)][:, own]).sum(0)
             # Each is given what all have seen; then they agree by themselves.
-            seen = torch.stack([rank.seen for rank in ranks]).amax(0)
-            for rank in ranks:
-                rank.seen = seen
-            answers = {end_step({"w": rank}, alone, alone) for rank in ranks}
+            seen = torch.stack([rank._seen for rank in ranks]).amax(0)
+
+            def largest(own: Tensor, seen: Tensor = seen) -> None:
+                own.copy_(seen)
+
+            answers = {rank.end_step(largest) for rank in ranks}
             assert len(answers) == 1
             kept = answers.pop()
+        assert all(torch.equal(rank.size, ranks[0].size) for rank in ranks)
         found.append((total.tolist(), times))
     return found
 
 
 def test_sums_do_not_depend_on_order_and_ranks() -> None:
     steps = [values(0), values(1), values(2, 100.0), values(3)]
-    expected = run([range(TOKENS)], steps)
+    expected = run([(range(TOKENS), slice(None))], steps)
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(9)).tolist()
-    assert run([order], steps) == expected
-    assert run([order[:7], [], order[7:]], steps) == expected
+    every = slice(None)
+    assert run([(order, every)], steps) == expected
+    assert run([(order[:7], every), ([], every), (order[7:], every)], steps) == expected
+    # Channels are divided too, unevenly, and a rank has none.
+    left, right, none = slice(0, 4), slice(4, 6), slice(6, 6)
+    assert run([(order, left), (order[:9], right), (order[9:], right), (order, none)], steps) == expected
     # The first step knows no grid, and the third left its own.
     assert [times for _, times in expected] == [2, 1, 2, 1]
     for (sums, _), x in zip(expected, steps, strict=True):
@@ -55,51 +67,73 @@ def test_sums_do_not_depend_on_order_and_ranks() -> None:
 
 
 def test_a_channel_that_was_silent_may_speak() -> None:
-    grid, x = Channels(6), values(0)
-    grid.round(x, BITS)
-    assert not end_step({"w": grid}, alone, alone)
-    grid.round(x, BITS)
-    assert end_step({"w": grid}, alone, alone)
+    grids, x = one(), values(0)
+    grids["w"].round(x)
+    assert not grids.end_step(alone)
+    grids["w"].round(x)
+    assert grids.end_step(alone)
     x[0, 5] = 1e-3  # of a tensor whose largest channel has a million
-    grid.round(x, BITS)
-    assert end_step({"w": grid}, alone, alone)
+    grids["w"].round(x)
+    assert grids.end_step(alone)
 
 
 def test_a_channel_that_grows_quiet_has_a_finer_grid_in_time() -> None:
-    grid = Channels(2)
+    grids = one(2)
     for step in range(34):
-        grid.round(torch.full((1, 2), 1.0 if step < 2 else 0.25, dtype=torch.float64), BITS)
-        assert end_step({"w": grid}, alone, alone) == (step > 0)
+        grids["w"].round(torch.full((1, 2), 1.0 if step < 2 else 0.25, dtype=torch.float64))
+        assert grids.end_step(alone) == (step > 0)
         if step == 1:
-            before = grid.limit.clone()
-    assert (grid.limit - before).tolist() == [-2, -2]
+            before = grids.limit.clone()
+    assert (grids.limit - before).tolist() == [-2, -2]
 
 
-def test_an_overflow_on_one_rank_is_everybody_s() -> None:
-    """Also of ranks that have other channels."""
-    left = Channels(1)
-    left.round(torch.ones(1, 1, dtype=torch.float64), BITS)
-
-    def told(tops: Tensor) -> None:
-        tops[-1] = 1.0
-
-    end_step({"w": left}, alone, alone)
-    left.round(torch.ones(1, 1, dtype=torch.float64), BITS)
-    assert not end_step({"w": left}, alone, told)
+def test_a_value_at_its_limit_overflows_and_one_below_does_not() -> None:
+    grids, one_ = one(1), torch.ones(1, 1, dtype=torch.float64)
+    grids["w"].round(one_)
+    grids.end_step(alone)
+    limit = 2.0 ** int(grids.limit)
+    grids["w"].round(one_ * (limit - 2.0**-40))
+    assert grids.end_step(alone)
+    grids["w"].round(one_ * 2.0 ** int(grids.limit))
+    assert not grids.end_step(alone)
 
 
 def test_what_was_not_finite_is_forgotten() -> None:
-    grid = Channels(1)
-    grid.round(torch.ones(1, 1, dtype=torch.float64), BITS)
-    end_step({"w": grid}, alone, alone)
-    size, limit = grid.size, grid.limit
-    grid.round(torch.full((1, 1), torch.nan, dtype=torch.float64), BITS)
-    grid.forget()
-    assert (grid.size, grid.limit) == (size, limit)
-    assert not grid.seen.any()
+    grids, x = one(1), torch.ones(1, 1, dtype=torch.float64)
+    grids["w"].round(x)
+    grids.end_step(alone)
+    size, limit = grids.size.clone(), grids.limit
+    grids["w"].round(x * torch.nan)
+    grids.forget()
+    assert (grids.size, grids.limit) == (size, limit)
+    grids["w"].round(x)
+    assert grids.end_step(alone)
+
+
+def test_two_sums_are_one_where_they_are_tied() -> None:
+    """Products of an output and inputs, and terms of their own: every partial sum is exact, whatever their sizes."""
+    tokens, wants = 50, {"in": Want(3, 19, (0, 3)), "out": Want(1, 26, (0, 1)), "further": Want(3, 19, (0, 3))}
+    for size in (1e-6, 1.0, 1e6):
+        grids = Grids(wants, tied=[("in", "out", "further")])
+        random = torch.Generator().manual_seed(1)
+        x, out, terms = (torch.randn(tokens, n, generator=random, dtype=torch.float64) for n in (3, 1, 3))
+        sums = []
+        for kept in (False, True):
+            parts = [grids["in"].round(x) * grids["out"].round(out), grids["further"].round(terms * size)]
+            sums = torch.cat(parts).unbind(0)
+            assert grids.end_step(alone) == kept
+        order = torch.randperm(2 * tokens, generator=random).tolist()
+        totals = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
+        for a, b in zip(range(2 * tokens), order, strict=True):
+            totals[0] += sums[a]
+            totals[1] += sums[b]
+        assert torch.equal(*totals)
+        expected = (x * out).sum(0) + (terms * size).sum(0)
+        assert (totals[0] - expected).abs().max() <= 1e-3 * max(1.0, size)
 
 
 def test_ranks_without_channels_take_part() -> None:
-    grid = Channels(0)
-    grid.round(torch.zeros(4, 0, dtype=torch.float64), BITS)
-    assert end_step({"w": grid, "v": Channels(0)}, alone, alone)
+    grids = Grids({"w": Want(0, BITS, (0, 0)), "v": Want(3, BITS, (3, 3))})
+    grids["w"].round(torch.zeros(4, 0, dtype=torch.float64))
+    grids["v"].round(torch.zeros(4, 0, dtype=torch.float64))
+    assert grids.end_step(alone)

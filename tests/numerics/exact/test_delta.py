@@ -323,7 +323,7 @@ def test_a_model_has_the_same_bits_in_rows_of_another_size(one_process: Any, tmp
 
 @pytest.mark.parametrize(
     "layout", [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}, {"cp": 2, "cp_strategy": "ulysses"}, {"tp": 2},
-               {"pp": 2}], ids=str
+               {"pp": 2, "pp_schedule": "zero_bubble"}], ids=str
 )  # fmt: skip
 def test_a_model_has_the_same_bits_on_two_ranks(
     workers: Callable[[int], Workers], one_process: Any, tmp_path: Path, layout: dict[str, Any]

@@ -124,10 +124,3 @@ def test_what_is_out_of_range_does_not_overflow() -> None:
     assert elementary.sigmoid(x).tolist()[:2] == [elementary.sigmoid(x[:1]).item()] * 2
     with pytest.raises(ValueError, match="radians"):
         elementary.cos_sin(torch.tensor([2.0**25], dtype=torch.float64))
-
-
-def test_powers_of_floats_are_products() -> None:
-    assert elementary.power(0.95, 0) == 1.0
-    assert elementary.power(0.5, 300) == 2.0**-300
-    for n in (1, 2, 7, 1000):
-        assert elementary.power(0.999, n) == pytest.approx(0.999**n, rel=1e-13)

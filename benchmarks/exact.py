@@ -1,0 +1,153 @@
+"""What the same bits everywhere cost: a step of exact numerics against one of native float32, and against native
+float32 under PyTorch's deterministic mode, which promises less (the same bits in the same layout).
+
+Same shape, same samples, same threads; the exact side compiled, and as it runs without a compiler. Time, the memory
+that a process needs at its peak, and where the time goes.
+
+    python benchmarks/exact.py
+"""
+
+import multiprocessing
+import resource
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import arguments, full_length_samples, interleaved, pin_threads, ratio, show, spread, write
+
+OPTIONS = arguments("exact", __doc__ or "", rounds=5, tokens=4096, contexts="512,1024,2048", hidden="128,256,512")
+pin_threads(OPTIONS.threads)
+
+import torch  # noqa: E402
+
+from equigrad.config.load import make_job  # noqa: E402
+from equigrad.data.stream import Stream  # noqa: E402
+from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
+from equigrad.parallel.stop import StopRequest  # noqa: E402
+from equigrad.parallel.world import start  # noqa: E402
+from equigrad.trainer import Trainer  # noqa: E402
+
+VOCABULARY = 4096
+INNER = {128: 352, 256: 704, 512: 1408}
+LAYERS = {128: 4, 256: 8, 512: 6}
+SIDES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "exact, compiled": {"kind": "exact", "compile": True},
+    "exact, plain": {"kind": "exact"},
+}
+
+
+def make_trainer(hidden: int, context: int, numerics: dict[str, Any], folder: Path) -> Trainer:
+    """The product's own loop; each sample is a row of its own."""
+    job = make_job(
+        {
+            "data": {"sources": [str(folder / "full.jsonl")], "context": context, "append_eos": False,
+                     "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
+            "batch": {"tokens": OPTIONS.tokens, "row_tokens": context},
+            "model": {"family": "qwen3", "vocab_size": VOCABULARY, "hidden_size": hidden,
+                      "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
+                      "num_attention_heads": hidden // 64},
+            "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
+            "numerics": numerics,
+        },
+        "benchmark",
+    )  # fmt: skip
+    stream = Stream(job.data, job.batch, 0, byte_tokenizer())
+    trainer = Trainer(job, Path(tempfile.mkdtemp(dir=folder)), start(job.layout), stream)
+    trainer.initialize(0)
+    return trainer
+
+
+def step_of(trainer: Trainer) -> Callable[[], Any]:
+    stop = StopRequest()
+    return lambda: trainer.update(trainer.stream.next_batch(), stop)
+
+
+def deterministic(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The same under PyTorch's deterministic mode."""
+
+    def run() -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
+
+
+def times(hidden: int, context: int, folder: Path) -> dict[str, Any]:
+    """Seconds of a step of each side, and how many times those of native they are."""
+    full_length_samples(folder, context)
+    trainers = {name: make_trainer(hidden, context, numerics, folder) for name, numerics in SIDES.items()}
+    steps = {name: step_of(trainer) for name, trainer in trainers.items()}
+    steps["native, deterministic"] = deterministic(steps["native"])
+    seconds = interleaved(steps, OPTIONS.rounds)
+    again = {n: t.redone for n, t in trainers.items() if t.grids is not None}
+    for trainer in trainers.values():
+        trainer.checkpointer.close()
+    of_native = {name: ratio(own, seconds["native"]) for name, own in seconds.items() if name != "native"}
+    for name, value in of_native.items():
+        show(f"hidden {hidden}, rows of {context}: {name} / native", value, 2)
+    return {"seconds": {n: spread(s) for n, s in seconds.items()}, "of_native": of_native, "steps_done_again": again}
+
+
+def profile(hidden: int, context: int, folder: Path) -> dict[str, float]:
+    """Of one compiled exact step, the shares of what takes most of its time."""
+    full_length_samples(folder, context)
+    trainer = make_trainer(hidden, context, SIDES["exact, compiled"], folder)
+    step = step_of(trainer)
+    for _ in range(3):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step()
+    trainer.checkpointer.close()
+    averages = found.key_averages()
+    total = sum(event.self_cpu_time_total for event in averages)
+    largest = sorted(averages, key=lambda event: -event.self_cpu_time_total)[:20]
+    return {event.key: round(event.self_cpu_time_total / total, 4) for event in largest}
+
+
+def _peak(hidden: int, context: int, numerics: dict[str, Any], folder: Path, answer: Any) -> None:
+    trainer = make_trainer(hidden, context, numerics, folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = step_of(trainer)
+    for _ in range(2):
+        step()
+    answer.put((before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+
+
+def memory(hidden: int, context: int, folder: Path) -> dict[str, float]:
+    """MB at the peak of a process of its own over those of one that has imported everything and compiled nothing."""
+    full_length_samples(folder, context)
+    spawn = multiprocessing.get_context("spawn")
+    peaks = {}
+    for name, numerics in [("nothing", {}), *SIDES.items()]:
+        answer = spawn.Queue()
+        shape = (128, 16) if name == "nothing" else (hidden, context)
+        process = spawn.Process(target=_peak, args=(*shape, numerics, folder, answer))
+        process.start()
+        peaks[name] = answer.get()[1] / 1024
+        process.join()
+    return {name: round(peak - peaks["nothing"], 1) for name, peak in peaks.items() if name != "nothing"}
+
+
+def main() -> None:
+    contexts = [int(n) for n in OPTIONS.contexts.split(",")]
+    result: dict[str, Any] = {"threads": OPTIONS.threads, "tokens_per_step": OPTIONS.tokens, "shapes": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for hidden in map(int, OPTIONS.hidden.split(",")):
+            for context in contexts if hidden != 128 else contexts[:1]:
+                result["shapes"][f"hidden {hidden}, rows of {context}"] = times(hidden, context, folder)
+            result["shapes"][f"hidden {hidden}, rows of {contexts[0]}"]["memory_mb"] = found = memory(
+                hidden, contexts[0], folder
+            )
+            print(f"hidden {hidden}: MB at the peak {found}")
+        result["profile"] = profile(512, 512, folder)
+    write(OPTIONS.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Runs in exact numerics, compared bit by bit."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from equigrad.parallel.placement import Placed
+from equigrad.parallel.stop import StopRequest
+from equigrad.trainer import Trainer
+from tests.jobs import assemble, make_trainer, whole_parameters
+from tests.parallel.layouts import Layout
+from tests.parallel.outcomes import GivenRows, Rows, layout_job
+
+EXACT = {"numerics__kind": "exact"}
+FIGURES = ("loss", "balance_loss", "mtp_loss", "grad_norm", "tokens", "executed_tokens", "lr", "expert_load")
+
+
+def exact_steps(
+    layout: Layout, changes: dict[str, Any], folder: Path, given: Sequence[Rows] | None = None, steps: int = 3
+) -> dict[str, Any]:
+    """Train on the ranks of this pool, on the job's own text or on ``given`` rows: figures and gradients of each step,
+    and all that a checkpoint holds after the last."""
+    trainer = make_trainer(layout_job(layout, **{"train__steps": steps} | changes | EXACT), folder)
+    scheduled: Any = nullcontext()
+    if given is not None:
+        stream = GivenRows(given, trainer.world.lanes)
+        trainer.stream = stream  # type: ignore[assignment]
+        scheduled = patch("equigrad.trainer.schedule_samples", stream.schedule)
+    with scheduled:
+        return outcome(trainer, steps)
+
+
+def outcome(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """What some more steps of a trainer give."""
+    gradients: list[dict[str, torch.Tensor]] = []
+    norm = trainer._norm
+
+    def kept(found: dict[str, Placed]) -> float:
+        gradients.append(assemble({n: p.renamed(n) for n, p in found.items()}))
+        return norm(found)
+
+    trainer._norm = kept  # type: ignore[method-assign, assignment]
+    records = []
+    for _ in range(steps):
+        record = trainer.update(trainer.stream.next_batch(), StopRequest())[0]
+        records.append({key: record[key] for key in FIGURES if key in record})
+    trainer._norm = norm  # type: ignore[method-assign]
+    return {
+        "records": records,
+        "gradients": gradients,
+        "parameters": whole_parameters(trainer),
+        "state": assemble(trainer.state()),
+        "redone": trainer.redone,
+    }
+
+
+def differences(many: dict[str, Any], one: dict[str, Any], figures: Sequence[str] = FIGURES) -> list[Any]:
+    """Where two outcomes differ in a bit: signs of zeros count."""
+    found: list[Any] = [] if many["redone"] == one["redone"] else ["steps done again"]
+    for step, (a, b) in enumerate(zip(many["records"], one["records"], strict=True)):
+        found += [(step, key, a[key], b[key]) for key in figures if key in b and a[key] != b[key]]
+        for name, gradient in one["gradients"][step].items():
+            if not same_bits(many["gradients"][step][name], gradient):
+                found.append((step, "gradient", name))
+    for name, tensor in one["state"].items():
+        if not same_bits(many["state"][name], tensor):
+            found.append(name)
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of one shape, type, and the same bytes."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
