@@ -171,42 +171,54 @@ def _convolve(window: Tensor, taps: Tensor) -> Tensor:
     return total
 
 
-def _unit_scale(x: Tensor, scale: float) -> Tensor:
-    """What makes the last dimension of ``x`` a vector of length ``scale``."""
-    return (scale / sqrt(tree_sum(x * x, -1) + 1e-6)).unsqueeze(-1)
+# One function each: compiled as one, the polynomial of a silu would stand in every branch of a tree.
 
 
 @fused
-def _features(
-    mixed: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, values: int
-) -> tuple[Tensor, ...]:
-    """Of what comes out of the convolution, [T, h, 2 K + r V], and ``rates`` [T, h, 2 r]."""
-    key_dim, values = _constant(key_dim), _constant(values)
-    b, a = rates.double().split(values, -1)
-    q, k, v = (mixed * sigmoid(mixed)).split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], -1)
-    fade = exp(-exp(a_log) * softplus(a + dt_bias))
-    q, k = q * _unit_scale(q, 1 / math.sqrt(key_dim)), k * _unit_scale(k, 1.0)
-    return q, k, v.unflatten(-1, (values, -1)), sigmoid(b), fade
+def _silu(mixed: Tensor) -> Tensor:
+    return mixed * sigmoid(mixed)
 
 
 @fused
-def _features_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, dbeta: Tensor, dg: Tensor,
-    mixed: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor, key_dim: int, values: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of ``mixed`` and of the rates; and at each token those of ``a_log`` and ``dt_bias``, [T, h, r]."""
-    key_dim, values = _constant(key_dim), _constant(values)
-    b, a = rates.double().split(values, -1)
+def _silu_backward(d: Tensor, mixed: Tensor) -> Tensor:
     open_ = sigmoid(mixed)
-    q, k, _ = (mixed * open_).split([key_dim, key_dim, mixed.shape[-1] - 2 * key_dim], -1)
-    of_q, of_k = _unit_scale(q, 1 / math.sqrt(key_dim)), _unit_scale(k, 1.0)
-    q, k = q * of_q, k * of_k
-    dq = of_q * (dq - q * (tree_sum(q * dq, -1) * key_dim).unsqueeze(-1))
-    dk = of_k * (dk - k * tree_sum(k * dk, -1).unsqueeze(-1))
-    dmixed = torch.cat([dq, dk, dv.flatten(-2)], -1) * (open_ * (1 + mixed * (1 - open_)))
+    return d * (open_ * (1 + mixed * (1 - open_)))
+
+
+def _unit_scale(x: Tensor, length: float) -> Tensor:
+    return (length / sqrt(tree_sum(x * x, -1) + 1e-6)).unsqueeze(-1)
+
+
+@fused
+def _unit(x: Tensor, length: float) -> Tensor:
+    """The last dimension as a vector of that length."""
+    return x * _unit_scale(x, length)
+
+
+@fused
+def _unit_backward(d: Tensor, x: Tensor, length: float, over: int) -> Tensor:
+    """``over``: one over the square of the length."""
+    scale = _unit_scale(x, length)
+    unit = x * scale
+    return scale * (d - unit * (tree_sum(unit * d, -1) * over).unsqueeze(-1))
+
+
+@fused
+def _rates(rates: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Beta, and how states fade."""
+    b, a = rates.double().chunk(2, -1)
+    return sigmoid(b), exp(-exp(a_log) * softplus(a + dt_bias))
+
+
+@fused
+def _rates_backward(
+    dbeta: Tensor, dg: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the rates; and at each token those of ``a_log`` and ``dt_bias``, [T, h, r]."""
+    b, a = rates.double().chunk(2, -1)
     step, rate, beta = a + dt_bias, -exp(a_log), sigmoid(b)
     dstep = rate * sigmoid(step) * dg
-    return dmixed, torch.cat([dbeta * beta * (1 - beta), dstep], -1), rate * softplus(step) * dg, dstep
+    return torch.cat([dbeta * beta * (1 - beta), dstep], -1), rate * softplus(step) * dg, dstep
 
 
 # The rule. Keys stand upright, values lie: a state is [h, r, K, V].
@@ -411,9 +423,9 @@ class GatedDeltaRule(torch.autograd.Function):
             mixed, features = _inputs(x[:, some], rates[:, some], weights, layer, plan, which)
             states = [next(kept) for chunks in plan.groups for _ in chunks[1:]]
             found = _scan_backward(dout[:, some], features, states, plan)
-            a_log, dt_bias = weights.rates(layer, which, torch.float64)
-            dmixed[:, some], of_b_and_a, of_rates[0][:, some], of_rates[1][:, some] = _features_backward(
-                *found, mixed, rates[:, some], a_log, dt_bias, layer.key_dim, layer.values
+            dmixed[:, some] = _mixed_backward(found, mixed, layer)
+            of_b_and_a, of_rates[0][:, some], of_rates[1][:, some] = _rates_backward(
+                found.beta, found.fade, rates[:, some], *weights.rates(layer, which, torch.float64)
             )
             drates[:, some] = value(of_b_and_a, rates.dtype)
             taps = weights.taps(layer, which, torch.float64)
@@ -440,8 +452,17 @@ def _inputs(
 
 
 def _of_mixed(mixed: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, heads: Range) -> _Features:
-    a_log, dt_bias = weights.rates(layer, heads, torch.float64)
-    return _Features(*_features(mixed, rates, a_log, dt_bias, layer.key_dim, layer.values))
+    q, k, v = _silu(mixed).split(layer.mixed, -1)
+    q, k, v = _unit(q, 1 / math.sqrt(layer.key_dim)), _unit(k, 1.0), v.unflatten(-1, (layer.values, layer.value_dim))
+    return _Features(q, k, v, *_rates(rates, *weights.rates(layer, heads, torch.float64)))
+
+
+def _mixed_backward(d: _Features, mixed: Tensor, layer: DeltaLayer) -> Tensor:
+    """The gradient of what comes out of the convolution."""
+    q, k, _ = _silu(mixed).split(layer.mixed, -1)
+    dq = _unit_backward(d.q, q, 1 / math.sqrt(layer.key_dim), layer.key_dim)
+    dk = _unit_backward(d.k, k, 1.0, 1)
+    return _silu_backward(torch.cat([dq, dk, d.v.flatten(-2)], -1), mixed)
 
 
 def _kernel_terms(dmixed: Tensor, x: Tensor, plan: _Plan) -> Iterator[Tensor]:
