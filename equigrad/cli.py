@@ -10,6 +10,7 @@ from equigrad.errors import UserError
 COMMANDS = {
     "train": "train a model: the job of a TOML file, or the embedded quickstart",
     "schedule": "draw how one step of a job is divided: which rank holds which tokens, when",
+    "verify": "a job's first steps on other layouts, against one process: the same bits, or how far they deviate",
     "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
     "generate": "continue prompts with a run, checkpoint or model folder",
     "import": "turn a Hugging Face model folder into a run folder",
@@ -19,7 +20,7 @@ COMMANDS = {
     "report": "write a run's report.html again",
 }
 
-OVERRIDABLE = ("train", "schedule", "eval")
+OVERRIDABLE = ("train", "schedule", "verify", "eval")
 """Commands whose words may set keys of the job."""
 
 _HELP = f"""equigrad {__version__}: trains language models; the answer does not depend on how the work was divided.
@@ -89,6 +90,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import schedule
 
         return schedule.main(arguments, overrides)
+    if command == "verify":
+        from equigrad.commands import verify
+
+        return verify.main(arguments, overrides)
     if command == "eval":
         from equigrad.commands import evaluate
 
@@ -153,6 +158,21 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.epilog = (
             "Keys of the job can be overridden: --layout.cp 4 draws another layout. Nothing is trained, and no process"
             " is started, however many the layout has."
+        )
+    elif command == "verify":
+        add("job", help="TOML file of the job")
+        add("--layouts", metavar="L,L", help="dp2 (sharded), rep2 (copied), cp2, tp2, pp2, ep2, joined as in dp2+tp2")
+        add("--packings", metavar="P,P", help="first_fit, best_fit")
+        add("--microbatches", metavar="N,N", help="most tokens of a row")
+        add("--threads", metavar="N,N", help="CPU threads of the one process")
+        add("--steps", type=int, default=3, metavar="N", help="how many steps are compared (3)")
+        add("--numerics", choices=("exact", "native"), help="by default as the job says")
+        add("--json", metavar="FILE", help="write the result there as well")
+        add("--case", help=argparse.SUPPRESS)
+        parser.epilog = (
+            "Exact numerics: equal in every bit, or the first difference and its ranks. Native numerics: each step"
+            " starts from the exact reference's parameters, and deviations beyond what rounding explains are called a"
+            " bug. Exit code 1 where anything differs. Keys of the job can be overridden: --model.num_hidden_layers 1."
         )
     elif command == "eval":
         add("model", help="run, checkpoint or Hugging Face folder")

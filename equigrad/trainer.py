@@ -114,7 +114,7 @@ class Trainer:
         schedule = schedule_samples(lengths, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         self._agree(batch, schedule)
         own, gradients, counts, probability = self._forward_and_backward(batch, schedule)
-        norm = self._norm(gradients)
+        norm = self.norm(gradients)
         figures = [own.loss, own.further, float(own.tokens), float(stop.asked)]
         loss, further, executed, asked = world.sum(figures)
         balance = self.balance.term(probability, batch.tokens)
@@ -165,8 +165,8 @@ class Trainer:
         for part in self.parts.values():
             part.zero_grad(set_to_none=True)
 
-    def _norm(self, gradients: Mapping[str, Placed]) -> float:
-        """Of the gradients of all ranks."""
+    def norm(self, gradients: Mapping[str, Placed]) -> float:
+        """The global norm of a step's gradients, before they are clipped. Who wants to see them overrides this."""
         if self.grids is None:
             return self.world.sum([float(local_square_sum(gradients.values()))])[0] ** 0.5
         shapes = {n: spec.shape for n, spec in self.specs.items() if spec.trained}

@@ -37,18 +37,18 @@ def exact_steps(
 def outcome(trainer: Trainer, steps: int) -> dict[str, Any]:
     """What some more steps of a trainer give."""
     gradients: list[dict[str, torch.Tensor]] = []
-    norm = trainer._norm
+    norm = trainer.norm
 
     def kept(found: dict[str, Placed]) -> float:
         gradients.append(assemble({n: p.renamed(n) for n, p in found.items()}))
         return norm(found)
 
-    trainer._norm = kept  # type: ignore[method-assign, assignment]
+    trainer.norm = kept  # type: ignore[method-assign, assignment]
     records = []
     for _ in range(steps):
         record = trainer.update(trainer.stream.next_batch(), StopRequest())[0]
         records.append({key: record[key] for key in FIGURES if key in record})
-    trainer._norm = norm  # type: ignore[method-assign]
+    trainer.norm = norm  # type: ignore[method-assign]
     return {
         "records": records,
         "gradients": gradients,

@@ -20,6 +20,8 @@ LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
     {"commands"},
+    {"audit"},
+    {"prepare"},
     {"trainer"},
     {"build", "evaluation", "execution", "resolve", "rows", "run"},
     {"data", "schedule", "objectives", "optim", "checkpoint", "observe", "memory"},

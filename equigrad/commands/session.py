@@ -1,26 +1,20 @@
 """One training session in one process: prepare the run, train, and leave summary and report."""
 
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from equigrad import __version__
 from equigrad.checkpoint.digest import digest
 from equigrad.checkpoint.folder import latest
-from equigrad.checkpoint.huggingface import load_weights
 from equigrad.config import Job
-from equigrad.data.index import Stats
 from equigrad.data.stream import Batch, Stream
 from equigrad.data.tokenizers import Tokenizer
-from equigrad.data.vocabulary import build_tokenizer
 from equigrad.evaluation import Evaluation
 from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
-from equigrad.models.specs import flops_per_token, parameter_count, parameter_specs
+from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.metrics import Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
@@ -29,7 +23,7 @@ from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, start
-from equigrad.resolve import check_layout, find_weights, resolve_vocabulary, resolve_weights
+from equigrad.prepare import give_state, prepare
 from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
@@ -51,7 +45,7 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
     world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
-    _give_state(trainer, checkpoint)
+    give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")
     if world.sum([float(world.is_main and trainer.step == job.train.steps and run.summary.exists())])[0]:
@@ -80,55 +74,6 @@ def _begin(trainer: Trainer, run: Run) -> None:
         run.forget_end()
 
 
-def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokenizer, Stream]:
-    """Resolve the job and open its data. Rank 0 makes what is shared (run folder, tokenizer), each machine's first
-    rank what is kept on that machine (tokenised sources); the others read it."""
-
-    def make() -> tuple[Job, Tokenizer, Stream]:
-        resolved = job if resume else resolve_weights(job)
-        check_layout(resolved)
-        tokenizer = build_tokenizer(resolved.data, run.tokenizer)
-        resolved = resolve_vocabulary(resolved, tokenizer)
-        progress = _tokenising() if world.is_main else None
-        return resolved, tokenizer, Stream(resolved.data, resolved.batch, resolved.seed, tokenizer, progress)
-
-    def create() -> tuple[Job, Tokenizer, Stream]:
-        if not resume:
-            run.check_free()  # again, under the lock: another start may have been faster, and must not be cleared away
-            run.clear()
-        made = make()
-        if not (run.tokenizer / "tokenizer.json").exists():
-            with writing(run.tokenizer):
-                made[1].save(run.tokenizer)
-        asked, got = made[0].data.tokenizer, made[1].vocab_size
-        if asked.kind == "bpe" and asked.path is None and got < asked.vocab_size:
-            print(
-                f"tokenizer: {got:,} tokens of the {asked.vocab_size:,} asked for; the text has no more pairs to merge"
-            )
-        for stats in made[2].stats:
-            print(_line(stats))
-        return made
-
-    first = world.run_where(world.is_main, create)
-    second = world.run_where(world.local_rank == 0 and not world.is_main, make)
-    rest = world.run_where(world.local_rank != 0, make)
-    prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
-    return prepared
-
-
-def _tokenising(every: float = 10.0) -> Callable[[str, int, int], None]:
-    """Tells now and then how far a long tokenisation is."""
-    last = time.monotonic()
-
-    def tell(source: str, documents: int, tokens: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= every:
-            last = time.monotonic()
-            print(f"tokenising {source}: {documents:,} documents, {tokens:,} tokens", flush=True)
-
-    return tell
-
-
 def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
     """Ranks that were started with different words, or see different files, must not train together."""
     facts = {
@@ -138,30 +83,6 @@ def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None
         "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
     }
     world.agree(facts, "what they are to train")
-
-
-def _line(stats: Stats) -> str:
-    """One line on what a source gives, and on all of it that is not trained on."""
-    side = "held out" if stats.held_out else "training"
-    text = f"{stats.source}, {side}: {stats.documents:,} documents, {stats.samples:,} samples, {stats.tokens:,} tokens"
-    if stats.loss_tokens != stats.tokens:
-        text += f" ({stats.loss_tokens:,} in the loss)"
-    asides = {"without text to learn": stats.empty, "documents dropped as too long": stats.dropped,
-              "samples left out, no token in the loss": stats.left_out}  # fmt: skip
-    return "; ".join([text, *(f"{count:,} {what}" for what, count in asides.items() if count)])
-
-
-def _give_state(trainer: Trainer, checkpoint: Path | None) -> None:
-    """A checkpoint's state, or given weights, or initial values."""
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    elif trainer.job.model.weights is not None:
-        found = find_weights(trainer.job.model.weights)
-        # Adapters and modules for multi-token prediction may be new to them.
-        trainer.initialize(trainer.job.seed, given=parameter_specs(found.model, found.lora))
-        load_weights(found, trainer.parameters)
-    else:
-        trainer.initialize(trainer.job.seed)
 
 
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:

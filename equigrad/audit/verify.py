@@ -1,0 +1,140 @@
+"""Two cases compared: bit by bit, or by how far they deviate."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equigrad.audit.cases import Case
+from equigrad.checkpoint.boxes import Box
+from equigrad.checkpoint.folder import step_name
+from equigrad.checkpoint.manifest import Manifest, read_manifest
+from equigrad.checkpoint.state import read_tensors
+
+BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (3e-3, 1e-1)}
+"""By value type: the largest relative deviation that is put down to rounding, of the loss, and of the gradient norm and
+of a parameter's gradient."""
+_UNDECIDED = 1e-2
+"""The largest part of tokens that may choose another expert: those whose choice hangs on rounding. In a step where any
+does, gradients deviate by more than rounding, and have the bound of bfloat16."""
+_FLOOR = 1e-3
+"""A gradient that is smaller than this part of the global norm is compared with that part: where it is zero but for
+rounding, all of it is deviation."""
+
+
+@dataclass
+class Comparison:
+    """
+    ok:        no difference, or none beyond the bound
+    step:      the first step with a difference; native: that with the largest deviation
+    what:      there, what differs first, or deviates most
+    detail:    more of that
+    deviation: native: the largest of the loss, of the gradient norm, and of a parameter's gradient
+    """
+
+    ok: bool = True
+    step: int | None = None
+    what: str = ""
+    detail: str = ""
+    deviation: dict[str, float] = field(default_factory=dict)
+
+
+def compare_bits(one: Case, other: Case, steps: int) -> Comparison:
+    """The first difference of ``other``, in the order in which a step computes: its gradients, loss and norm, what
+    became of parameters, moments and further state."""
+    for step in range(steps + 1):
+        ours, theirs = (case.steps / step_name(step) for case in (one, other))
+        manifests = read_manifest(ours), read_manifest(theirs)
+        figures = [{k: v for k, v in m.meta.items() if k != "copies"} for m in manifests]
+        if copies := manifests[1].meta.get("copies"):
+            return Comparison(False, step, copies[0], f"ranks hold different copies of {', '.join(copies[:3])}")
+        found = _unequal(ours, theirs, manifests[1])
+        if found is not None:
+            return Comparison(False, step, *found)
+        for key, value in figures[0].items():
+            if figures[1].get(key) != value:
+                a, b = (float.fromhex(each[key]) for each in figures)
+                return Comparison(False, step, key, f"{b!r} where one process has {a!r}")
+    return Comparison()
+
+
+def _unequal(ours: Path, theirs: Path, manifest: Manifest) -> tuple[str, str] | None:
+    """The first tensor that differs, and where."""
+    order = {name: number for number, name in enumerate(("grad", "model", "optim", "grids", "routing"))}
+    first: tuple[int, str, str] | None = None
+    for name, a, b in _pairs(ours, theirs):
+        rank = order.get(name.partition(".")[0], len(order))
+        if (first is None or (rank, name) < first[:2]) and not _same_bits(a, b):
+            first = (rank, name, _where(name, a, b, manifest))
+    return None if first is None else first[1:]
+
+
+def _pairs(ours: Path, theirs: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The tensors of two checkpoints of one job, in name order."""
+    for (name, a), (other, b) in zip(read_tensors(ours, ""), read_tensors(theirs, ""), strict=True):
+        assert name == other
+        yield name, a, b
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def _where(name: str, a: Tensor, b: Tensor, manifest: Manifest) -> str:
+    """How many entries differ, by how much, and which ranks wrote them."""
+    unequal = a.reshape(-1).view(torch.uint8).view(-1, a.element_size()) != b.reshape(-1).view(torch.uint8).view(
+        -1, b.element_size()
+    )
+    entries = unequal.any(1).view(a.shape)
+    boxes = manifest.tensors[name].boxes
+    ranks = {int(box.file[5:10]) for box in boxes if bool(entries[Box(box.offset, box.shape).slices].any())}
+    size = float((b.double() - a.double()).norm() / a.double().norm().clamp(min=1e-300))
+    return f"{int(entries.sum())} of {a.numel()} entries on ranks {sorted(ranks)}, {size:.1e} of its size"
+
+
+def compare_values(one: Case, other: Case, steps: int, dtype: str) -> Comparison:
+    """How far ``other`` deviates, which has the parameters of ``one`` before each step."""
+    found, worst = Comparison(deviation={"loss": 0.0, "gradient norm": 0.0, "gradient": 0.0}), -1.0
+
+    def see(kind: str, what: str, step: int, deviation: float, limit: float) -> None:
+        nonlocal worst
+        # What is not a number deviates without bound.
+        deviation = math.inf if math.isnan(deviation) else deviation
+        found.deviation[kind] = max(found.deviation.get(kind, 0.0), deviation)
+        found.ok &= deviation <= limit
+        if deviation / limit > worst:
+            worst, found.step, found.what = deviation / limit, step, what
+            found.detail = f"{deviation:.1e} of its size, where rounding is at most {limit:.0e}"
+
+    for step in range(1, steps + 1):
+        ours, theirs = (case.steps / step_name(step) for case in (one, other))
+        metas: list[dict[str, Any]] = [read_manifest(path).meta for path in (ours, theirs)]
+        moved = _moved(ours, theirs)
+        if moved:
+            see("other experts", "choice of experts", step, moved, _UNDECIDED)
+            of_loss, bound = BOUNDS["bfloat16"]
+        else:
+            of_loss, bound = BOUNDS[dtype]
+        loss, norm = ([float.fromhex(meta[key]) for meta in metas] for key in ("loss", "grad_norm"))
+        see("loss", "loss", step, abs(loss[1] - loss[0]) / abs(loss[0]), of_loss)
+        see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / norm[0], bound)
+        if copies := metas[1].get("copies"):
+            see("gradient", copies[0], step, math.inf, bound)
+            found.detail = f"ranks hold different copies of {', '.join(copies[:3])}"
+        for (name, a), (_, b) in zip(read_tensors(ours, "grad."), read_tensors(theirs, "grad."), strict=True):
+            size = max(float(a.double().norm()), _FLOOR * norm[0])
+            see("gradient", name, step, float((b.double() - a.double()).norm()) / size, bound)
+    return found
+
+
+def _moved(ours: Path, theirs: Path) -> float:
+    """The part of all choices of experts that differ, at least."""
+    pairs = list(zip(read_tensors(ours, "routing.counts"), read_tensors(theirs, "routing.counts"), strict=True))
+    if not pairs:
+        return 0.0
+    (_, a), (_, b) = pairs[0]
+    return float((a - b).abs().sum() / 2 / a.sum().clamp(min=1))
