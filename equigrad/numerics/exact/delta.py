@@ -203,14 +203,15 @@ def _unit_backward(d: Tensor, x: Tensor, length: float, over: int) -> Tensor:
     return scale * (d - unit * (tree_sum(unit * d, -1) * over).unsqueeze(-1))
 
 
-@fused
+# Not fused: a few numbers a token, and exponentials within each other, which take a compiler long.
+
+
 def _rates(rates: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Beta, and how states fade."""
     b, a = rates.double().chunk(2, -1)
     return sigmoid(b), exp(-exp(a_log) * softplus(a + dt_bias))
 
 
-@fused
 def _rates_backward(
     dbeta: Tensor, dg: Tensor, rates: Tensor, a_log: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -168,6 +168,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert_equal(*found)
 
 
+@pytest.mark.timeout(600)  # a dozen functions to compile
 def test_compiled_bits_are_plain_bits(request: pytest.FixtureRequest) -> None:
     # Two segments all the way: functions are compiled once more for one.
     shape, lengths = (2, 2, 4, 6, 3), (66, 66)
