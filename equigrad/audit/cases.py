@@ -106,8 +106,9 @@ def _follow(trainer: Any, checkpoints: Path, step: int) -> None:
             own.tensor.copy_(whole[Box(own.placement.offset, own.placement.local_shape).slices])
 
 
-def _unequal_copies(tensors: Mapping[str, Any]) -> list[str]:
-    """The names of tensors of which two ranks hold the same box with different bits; a collective."""
+def _unequal_copies(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The tensors of which two ranks hold the same box with different bits, and the ranks that differ from the first;
+    a collective."""
     from equigrad.parallel.ranks import gather
 
     own = {}
@@ -116,7 +117,9 @@ def _unequal_copies(tensors: Mapping[str, Any]) -> list[str]:
         data = placed.tensor.detach().cpu().contiguous().numpy().tobytes()
         own[name, at.offset, at.local_shape] = hashlib.sha256(data).hexdigest()
     first: dict[Any, str] = {}
-    unequal = set()
-    for boxes in gather(own):
-        unequal |= {box[0] for box, found in boxes.items() if first.setdefault(box, found) != found}
-    return sorted(unequal)
+    unequal: dict[str, list[int]] = {}
+    for rank, boxes in enumerate(gather(own)):
+        for box, found in boxes.items():
+            if first.setdefault(box, found) != found:
+                unequal.setdefault(box[0], []).append(rank)
+    return dict(sorted(unequal.items()))

@@ -51,7 +51,7 @@ def compare_bits(one: Case, other: Case, steps: int) -> Comparison:
         manifests = read_manifest(ours), read_manifest(theirs)
         figures = [{k: v for k, v in m.meta.items() if k != "copies"} for m in manifests]
         if copies := manifests[1].meta.get("copies"):
-            return Comparison(False, step, copies[0], f"ranks hold different copies of {', '.join(copies[:3])}")
+            return Comparison(False, step, *_of_copies(copies))
         found = _unequal(ours, theirs, manifests[1])
         if found is not None:
             return Comparison(False, step, *found)
@@ -60,6 +60,12 @@ def compare_bits(one: Case, other: Case, steps: int) -> Comparison:
                 a, b = (float.fromhex(each[key]) for each in figures)
                 return Comparison(False, step, key, f"{b!r} where one process has {a!r}")
     return Comparison()
+
+
+def _of_copies(unequal: dict[str, list[int]]) -> tuple[str, str]:
+    """The first tensor of which ranks hold different copies, and the ranks."""
+    name, ranks = next(iter(unequal.items()))
+    return name, f"copies on ranks {ranks} differ from the first rank's, as do those of {len(unequal) - 1} more tensors"
 
 
 def _unequal(ours: Path, theirs: Path, manifest: Manifest) -> tuple[str, str] | None:
@@ -123,8 +129,9 @@ def compare_values(one: Case, other: Case, steps: int, dtype: str) -> Comparison
         see("loss", "loss", step, abs(loss[1] - loss[0]) / abs(loss[0]), of_loss)
         see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / norm[0], bound)
         if copies := metas[1].get("copies"):
-            see("gradient", copies[0], step, math.inf, bound)
-            found.detail = f"ranks hold different copies of {', '.join(copies[:3])}"
+            what, detail = _of_copies(copies)
+            see("gradient", what, step, math.inf, bound)
+            found.detail = detail
         for (name, a), (_, b) in zip(read_tensors(ours, "grad."), read_tensors(theirs, "grad."), strict=True):
             size = max(float(a.double().norm()), _FLOOR * norm[0])
             see("gradient", name, step, float((b.double() - a.double()).norm()) / size, bound)

@@ -54,8 +54,14 @@ def _wants(
         yield "out", _want(at, -2, out)
         yield "in", _want(at, -1, inputs)
     elif not name.endswith(".bias"):  # a bias has the channels of its weight's outputs
-        # A norm of heads, and what is of heads, has a term for each of them.
-        yield "sum", _want(at, 0, _terms(tokens * max(config.num_attention_heads, 1)))
+        # A norm of heads has a term for each of them.
+        yield "sum", _want(at, 0, _terms(tokens * _most_heads(config)))
+
+
+def _most_heads(config: Model) -> int:
+    """That share a norm in any layer."""
+    linear = config.linear_attention
+    return max(config.num_attention_heads, 1 if linear is None else linear.linear_num_value_heads)
 
 
 def _terms(count: int) -> int:

@@ -6,16 +6,34 @@ Knows nothing of sampling or of models; a layer has its room when it first asks 
 
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from equigrad.numerics import delta
 from equigrad.numerics.attention import packed_attention
+from equigrad.numerics.delta import Weights
 from equigrad.numerics.ops import AttentionLayer, DeltaLayer
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
+
+
+class RecurrentRule(Protocol):
+    """How a module computes the gated delta rule without gradients: the output, and of each sequence the window of the
+    convolution and the state."""
+
+    def prefill(
+        self, x: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, lengths: tuple[int, ...], /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From the beginning, for whole segments."""
+        ...
+
+    def step(
+        self, x: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, window: Tensor, state: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For one more token of each."""
+        ...
 
 
 class DecodingCache:
@@ -103,11 +121,13 @@ class DecodingCache:
             mask[..., -1] = sinks.view(1, *grouped.shape[1:3])
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).flatten(1, 2)
 
-    def gated_delta_rule(self, x: Tensor, rates: Tensor, weights: delta.Weights, layer: DeltaLayer, row: Row) -> Tensor:
+    def gated_delta_rule(
+        self, rule: RecurrentRule, x: Tensor, rates: Tensor, weights: Weights, layer: DeltaLayer, row: Row
+    ) -> Tensor:
         """Go on from the states of the sequences. Shapes as in ``Ops.gated_delta_rule``."""
         if self._prefilling:
-            out, *kept = delta.prefill(x, rates, weights, layer, row.lengths)
+            out, *kept = rule.prefill(x, rates, weights, layer, row.lengths)
         else:
-            out, *kept = delta.step(x, rates, weights, layer, *self._recurrent[layer.index])
+            out, *kept = rule.step(x, rates, weights, layer, *self._recurrent[layer.index])
         self._recurrent[layer.index] = (kept[0], kept[1])
         return out

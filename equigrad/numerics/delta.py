@@ -45,15 +45,15 @@ class Weights(NamedTuple):
         """Tokens that the convolution sees."""
         return self.query.shape[2]
 
-    def taps(self, layer: DeltaLayer, heads: Range) -> Tensor:
-        """The kernels of a range of key heads, [kernel, h, 2 K + r V] float32, the last for the token itself."""
+    def taps(self, layer: DeltaLayer, heads: Range, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The kernels of a range of key heads, [kernel, h, 2 K + r V], the last for the token itself."""
         each = zip(self, layer.mixed, strict=False)
-        kernels = [w.float().view(-1, features, self.kernel)[slice(*heads)] for w, features in each]
+        kernels = [w.to(dtype).view(-1, features, self.kernel)[slice(*heads)] for w, features in each]
         return torch.cat(kernels, 1).permute(2, 0, 1).contiguous()
 
-    def rates(self, layer: DeltaLayer, heads: Range) -> tuple[Tensor, Tensor]:
-        """``a_log`` and ``dt_bias`` of a range of key heads, [h, r] float32."""
-        a_log, dt_bias = (w.float().view(-1, layer.values)[slice(*heads)] for w in self[3:])
+    def rates(self, layer: DeltaLayer, heads: Range, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """``a_log`` and ``dt_bias`` of a range of key heads, [h, r]."""
+        a_log, dt_bias = (w.to(dtype).view(-1, layer.values)[slice(*heads)] for w in self[3:])
         return a_log, dt_bias
 
 

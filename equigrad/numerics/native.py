@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from equigrad.config.model import Experts
+from equigrad.numerics import delta
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention, context_delta_rule
 from equigrad.numerics.cross_entropy import CrossEntropy, Head
@@ -106,7 +107,7 @@ class NativeOps:
         query, key, value = kernels
         weights = Weights(query, key, value, a_log, dt_bias)
         if row.cache is not None:
-            return row.cache.gated_delta_rule(x, rates, weights, layer, row)
+            return row.cache.gated_delta_rule(delta, x, rates, weights, layer, row)
         if row.context is not None:
             return context_delta_rule(x, rates, weights, layer, row)
         return gated_delta_rule(x, rates, weights, layer, row.lengths)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from equigrad.numerics.exact.elementary import exponent, power_of_two
+from equigrad.numerics.exact.elementary import exponent, power_of_two, sqrt
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import operand_bits
 from equigrad.numerics.exact.scalar import power
@@ -63,7 +63,7 @@ def _adamw(
     m = first.double() * beta1 + gradient * (1 - beta1)
     v = second.double() * beta2 + (gradient * gradient) * (1 - beta2)
     m, v = m.float(), v.float()
-    step = m.double() / (torch.sqrt(v.double()) / root + eps)
+    step = m.double() / (sqrt(v.double()) / root + eps)
     return parameter * decay - step * rate, m, v
 
 

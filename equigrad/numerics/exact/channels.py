@@ -54,6 +54,10 @@ class Channels:
     def __init__(self, large: Tensor, seen: Tensor) -> None:
         self.large, self.seen = large, seen
 
+    def part(self, start: int, stop: int) -> "Channels":
+        """Some of them."""
+        return Channels(self.large[start:stop], self.seen[start:stop])
+
     def round(self, x: Tensor) -> Tensor:
         """``x`` [tokens, own] on the grid, float64."""
         rounded, seen = _onto_channels(x, self.large)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equigrad.numerics.deferred import weight_gradient
-from equigrad.numerics.exact.elementary import sigmoid
+from equigrad.numerics.exact.elementary import sigmoid, sqrt
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import sum_last
 from equigrad.numerics.exact.layers import LayerGrids
@@ -27,7 +27,7 @@ def short(x: Tensor) -> Tensor:
 @fused
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     x = x.double()
-    return (1 / torch.sqrt(sum_last(x * x) / x.shape[-1] + eps)).float()
+    return (1 / sqrt(sum_last(x * x) / x.shape[-1] + eps)).float()
 
 
 @fused

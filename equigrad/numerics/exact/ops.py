@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equigrad.config.model import Experts
+from equigrad.numerics.delta import Weights
 from equigrad.numerics.exact import attention as attending
+from equigrad.numerics.exact import delta
 from equigrad.numerics.exact.cross_entropy import CrossEntropy, Head, adapted, at_tokens, logits
 from equigrad.numerics.exact.elementary import cos_sin, exp, log
 from equigrad.numerics.exact.elementwise import ClampedGated, Gated, GatedNorm, Norm, OutputGate, Rotary
@@ -109,7 +111,11 @@ class ExactOps:
         layer: DeltaLayer,
         row: Row,
     ) -> Tensor:
-        raise NotImplementedError
+        query, key, value = kernels
+        weights = Weights(query, key, value, a_log, dt_bias)
+        if row.cache is not None:
+            return row.cache.gated_delta_rule(delta, x, rates, weights, layer, row)
+        return delta.GatedDeltaRule.apply(x, rates, *weights, layer, row)
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
         return Gated.apply(gate, up)

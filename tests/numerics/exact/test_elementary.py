@@ -37,6 +37,7 @@ POSITIVE = (1 + spread(0.0, 1.0)) * elementary.power_of_two(torch.arange(4 * 400
 FUNCTIONS: dict[str, tuple[Function, Callable[..., mpmath.mpf], Tensor, float]] = {
     "exp": (elementary.exp, mpmath.exp, spread(-690.0, 690.0), 0.0),
     "log": (elementary.log, mpmath.log, torch.cat([POSITIVE, 1 + spread(0.0, 1e-8)]), 3e-16),
+    "sqrt": (elementary.sqrt, mpmath.sqrt, torch.cat([POSITIVE, torch.zeros(3)]), 0.0),
     "sigmoid": (elementary.sigmoid, lambda x: 1 / (1 + mpmath.exp(-x)), spread(-600.0, 600.0), 0.0),
     "softplus": (elementary.softplus, lambda x: mpmath.log1p(mpmath.exp(x)), spread(-30.0, 600.0), 3e-16),
     "cos": (cosine, mpmath.cos, spread(-1.6e7, 1.6e7), 3e-16),
