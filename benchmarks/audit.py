@@ -81,7 +81,7 @@ def main() -> None:
         folder = Path(name)
         full_length_samples(folder, OPTIONS.context)
         for hidden in map(int, OPTIONS.hidden.split(",")):
-            for compiled in (True, False):
+            for compiled in (False, True):
                 found = measure(hidden, compiled, folder)
                 result["shapes"][f"hidden {hidden}, {'compiled' if compiled else 'plain'}"] = found
                 torch.compiler.reset()

@@ -7,7 +7,7 @@ no code comes from there, and what it might have left in a cache of tokenised te
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from equigrad.audit.recorder import data_digests, line_of
 from equigrad.audit.trajectory import (
@@ -226,7 +226,7 @@ def _step(trainer: Trainer, line: Line, progress: Progress) -> None:
     progress.add(line)
 
 
-def _differ(trainer: Trainer, step: int, where: str, why: str, computed: bool = False) -> None:
+def _differ(trainer: Trainer, step: int, where: str, why: str, computed: bool = False) -> NoReturn:
     """A difference is a contradiction, unless it is one of results whose bits depend on machine and layout."""
     if computed and trainer.job.numerics.kind == "native":
         raise Unverifiable(

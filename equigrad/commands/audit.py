@@ -144,9 +144,9 @@ def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace
     print(f"{outcome.verdict}: {asked} of {run.folder}, on layout {arguments.layout}")
     if outcome.verdict == "contradicted":
         where = "" if outcome.step is None else f"step {outcome.step}, "
-        print(f"first difference  {where}{outcome.field}")
+        print(_shown(f"first difference  {where}{outcome.field}"))
     if outcome.why:
-        print(f"why               {outcome.why}")
+        print(_shown(f"why               {outcome.why}"))
     if outcome.confirmed is not None and outcome.start is not None:
         first, last = outcome.confirmed
         print(f"found again       steps {first}..{last}, {outcome.tensors} of them with their tensors")
@@ -154,6 +154,11 @@ def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace
     if arguments.json:
         write_json(Path(arguments.json), report(run.folder, steps, arguments.layout, outcome, str(torch_version)))
     return EXIT[outcome.verdict]
+
+
+def _shown(text: str) -> str:
+    """What strangers wrote, without what would steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def _merge(files: list[Path], out: str | None) -> int:
@@ -166,7 +171,7 @@ def _merge(files: list[Path], out: str | None) -> int:
               f"steps {first}..{last}  not covered")  # fmt: skip
     for found in merged["contradictions"]:
         where = "" if found["step"] is None else f"step {found['step']}, "
-        print(f"contradicted on {found['layout']}: {where}{found['field']}: {found['why']}")
+        print(_shown(f"contradicted on {found['layout']}: {where}{found['field']}: {found['why']}"))
     if out:
         write_json(Path(out), merged)
     return EXIT[merged["verdict"]]

@@ -143,6 +143,7 @@ EDITS: dict[str, tuple[Callable[[Line], Any], str]] = {
     "optimizer": (_node, f"optimizer: exp_avg.{WEIGHT}"),
     "missing tensor": (lambda line: line["grids"]["nodes"].popitem(), "grids: model.norm.weight/sum"),
     "more tensors": (lambda line: line["routing"]["nodes"].update(extra="0" * 64), "routing: extra"),
+    "terminal": (lambda line: line["routing"]["nodes"].update({"\x1b[31m": ""}), "routing: ?[31m"),
     "no tensors": (lambda line: line.update(parameters={}), "parameters: nodes"),
     "tokens": (lambda line: line["progress"].update(tokens=1), "progress: tokens"),
     "updates": (lambda line: line["progress"].update(updates=True), "progress: updates"),
