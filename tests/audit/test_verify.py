@@ -81,7 +81,9 @@ def test_a_planted_bug_is_called_one(tmp_path: Path, fault: str, layout: str) ->
 
 
 def test_exact_numerics_say_where_a_difference_begins(tmp_path: Path) -> None:
-    code, (case,), text = verify(tmp_path, "--layouts", "tp2", env=planted(tmp_path / "planted", "a missing all-reduce"))
+    code, (case,), text = verify(
+        tmp_path, "--layouts", "tp2", env=planted(tmp_path / "planted", "a missing all-reduce")
+    )
     assert code == 1
     assert (case["ok"], case["step"]) == (False, 1)
     # Norms are what tensor ranks share; the first by name.
