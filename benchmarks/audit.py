@@ -1,7 +1,7 @@
 """What a trajectory costs: the line of a step, its digests of tensors and batch, against the step itself.
 
-Exact numerics, the shapes of benchmarks/exact.py; compiled where there is a compiler, and plain. The share is of the
-step without its line, and of every line: `audit.every = n` divides what the tensors cost by n.
+A shape of benchmarks/exact.py, in exact numerics as they run without a compiler and compiled, and in native ones. The
+share is of the step without its line, where every line has its tensors: `audit.every = n` divides that by n.
 
     python benchmarks/audit.py
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 from common import arguments, full_length_samples, pin_threads, ratio, show, spread, write
 
-OPTIONS = arguments("audit", __doc__ or "", rounds=5, tokens=4096, context=512, hidden="128,256,512")
+OPTIONS = arguments("audit", __doc__ or "", rounds=5, tokens=4096, context=512, hidden="512",
+                    sides="exact, plain;exact, compiled;native")  # fmt: skip
 pin_threads(OPTIONS.threads)
 
 import torch  # noqa: E402
@@ -28,9 +29,14 @@ from equigrad.trainer import Trainer  # noqa: E402
 
 INNER = {128: 352, 256: 704, 512: 1408}
 LAYERS = {128: 4, 256: 8, 512: 6}
+SIDES: dict[str, dict[str, Any]] = {
+    "exact, plain": {"kind": "exact"},
+    "exact, compiled": {"kind": "exact", "compile": True},
+    "native": {},
+}
 
 
-def make_trainer(hidden: int, compiled: bool, folder: Path) -> Trainer:
+def make_trainer(hidden: int, numerics: dict[str, Any], folder: Path) -> Trainer:
     """The product's own loop."""
     job = make_job(
         {
@@ -41,7 +47,7 @@ def make_trainer(hidden: int, compiled: bool, folder: Path) -> Trainer:
                       "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
                       "num_attention_heads": hidden // 64},
             "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
-            "numerics": {"kind": "exact", "compile": compiled},
+            "numerics": numerics,
         },
         "benchmark",
     )  # fmt: skip
@@ -51,9 +57,9 @@ def make_trainer(hidden: int, compiled: bool, folder: Path) -> Trainer:
     return trainer
 
 
-def measure(hidden: int, compiled: bool, folder: Path) -> dict[str, Any]:
+def measure(hidden: int, side: str, folder: Path) -> dict[str, Any]:
     """Seconds of steps and of their lines, taken in turns."""
-    trainer, stop = make_trainer(hidden, compiled, folder), StopRequest()
+    trainer, stop = make_trainer(hidden, SIDES[side], folder), StopRequest()
     seconds: dict[str, list[float]] = {"step": [], "line": [], "line without tensors": []}
     for turn in range(-2, OPTIONS.rounds):
         began = time.perf_counter()
@@ -69,9 +75,8 @@ def measure(hidden: int, compiled: bool, folder: Path) -> dict[str, Any]:
     trainer.checkpointer.close()
     size = sum(p.tensor.numel() * p.tensor.element_size() for p in trainer.state().values())
     shares = {name: ratio(own, seconds["step"]) for name, own in seconds.items() if name != "step"}
-    what = f"hidden {hidden}, {'compiled' if compiled else 'plain'}"
     for name, value in shares.items():
-        show(f"{what}: {name} / step", value, 4)
+        show(f"hidden {hidden}, {side}: {name} / step", value, 4)
     return {"seconds": {n: spread(s) for n, s in seconds.items()}, "of_step": shares, "digested_mb": size / 1e6}
 
 
@@ -81,9 +86,8 @@ def main() -> None:
         folder = Path(name)
         full_length_samples(folder, OPTIONS.context)
         for hidden in map(int, OPTIONS.hidden.split(",")):
-            for compiled in (False, True):
-                found = measure(hidden, compiled, folder)
-                result["shapes"][f"hidden {hidden}, {'compiled' if compiled else 'plain'}"] = found
+            for side in OPTIONS.sides.split(";"):
+                result["shapes"][f"hidden {hidden}, {side}"] = measure(hidden, side, folder)
                 torch.compiler.reset()
     write(OPTIONS.json, result)
 
