@@ -31,7 +31,7 @@ from equigrad.errors import UserError
 from equigrad.files import write_json, write_text, writing
 
 # What a resumed run may not change: the meaning of its state.
-_FIXED = ("seed", "model", "lora", "data")
+_FIXED = ("seed", "model", "lora", "data", "numerics.kind")
 _FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef", "model.mtp_loss_coef")
 _LOCK = ".lock"
 
@@ -153,7 +153,7 @@ def resumed_job(run: Run, path: Path | None, overrides: Sequence[str]) -> Job:
     for key, text in parse_overrides(overrides):
         set_key(tree, key, override_value(key, text), origin)
     job = make_job(tree, str(path or run.job_file), origin)
-    changed = [key for key in _different(stored, job) if key.split(".")[0] in _FIXED and key not in _FREE]
+    changed = [key for key in _different(stored, job) if {key, key.split(".")[0]} & {*_FIXED} and key not in _FREE]
     if changed:
         raise UserError(f"{run.folder}: a resumed run cannot change {', '.join(changed)}; start a new run for that")
     return job

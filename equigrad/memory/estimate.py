@@ -33,7 +33,8 @@ def estimate(job: Job, alive: Sequence[int] = (1,)) -> Estimate:
 
     alive: of each pipeline rank, how many rows of a stage it holds at one time (``schedule.pipeline.simulate``)
 
-    Float32 parameters, gradients and moments are sharded over dp_shard and cp. While sharded, gradients that are
+    Float32 parameters, gradients and moments (in exact numerics the first two are float64) are sharded over dp_shard
+    and cp. While sharded, gradients that are
     reduced once a step are whole, and so are gathered parameters: all of them, or, where they are freed after the
     forward pass, the embedding and head and two blocks.
     """
@@ -60,9 +61,10 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
         gathered = sum(here.values()) - in_blocks + in_blocks * min(whole_blocks, blocks) // blocks
     gradients = kept if layout.reduce_every_round else here
     trained = [n for n, s in own.items() if s.trained]
+    wide = 8 if job.numerics.kind == "exact" else 4
     return Estimate(
-        parameters=4 * (sum(kept.values()) + gathered),
-        gradients=4 * sum(gradients[n] for n in trained),
+        parameters=wide * (sum(kept.values()) + gathered),
+        gradients=wide * sum(gradients[n] for n in trained),
         optimizer=_OPTIMIZER_BYTES[job.optim.name] * sum(kept[n] for n in trained),
         activations=max(_activations(job, part, rows) for part in parts),
         logits=_logits(job, rows) if parts[-1].last else 0,
@@ -87,15 +89,20 @@ def _activations(job: Job, part: Part, rows: int) -> int:
 
 
 def _working(job: Job, part: Part) -> int:
-    """What the gated delta rule takes while it computes a row, some of its key heads at a time."""
+    """What the gated delta rule takes while it computes a row, some of its key heads at a time; in exact numerics also
+    what attention keeps between the two parts of its backward pass."""
     linear, layout = job.model.linear_attention, job.layout
+    least = 0
+    if job.numerics.kind == "exact":
+        heads = -(-job.model.num_attention_heads // layout.tp)
+        least = min(WORKING_BYTES, 8 * heads * job.batch.row_tokens * min(job.data.context, job.batch.row_tokens))
     if linear is None or not any(job.model.is_linear(layer) for layer in range(part.start, part.stop)):
-        return 0
+        return least
     # Context ranks exchange tokens for heads: a head has all tokens of the row.
     of_token = linear.values_per_key * delta_bytes(linear.linear_key_head_dim, linear.linear_value_head_dim)
     of_head = job.batch.row_tokens * of_token
     heads = -(-linear.linear_num_key_heads // (layout.tp * layout.cp))
-    return min(heads * of_head, max(of_head, WORKING_BYTES))
+    return max(least, min(heads * of_head, max(of_head, WORKING_BYTES)))
 
 
 def _logits(job: Job, rows: int) -> int:

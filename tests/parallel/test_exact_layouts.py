@@ -22,7 +22,7 @@ from tests.parallel.test_layouts import (
     WIDER_EXPERTS,
 )
 
-FULL = bool(os.environ.get("EQUIGRAD_FULL"))
+FULL = os.environ.get("EQUIGRAD_TEST_LAYOUTS") == "all"
 LAYOUTS = full_product() if FULL else pairwise()
 STEPS = 20 if FULL else 4
 SINKS_LAYOUTS: list[Layout] = [

@@ -21,13 +21,13 @@ from equigrad.numerics.exact.elementary import exp, sigmoid
 from equigrad.numerics.exact.elementwise import short
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import (
+    Side,
     columns,
-    columns_together,
     onto,
     operand_bits,
     rows,
-    rows_together,
     sum_last,
+    together,
     value,
 )
 from equigrad.numerics.exact.layers import LayerGrids, grids_of
@@ -274,8 +274,7 @@ class ExpertLinears(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             a_bits, b_bits = operand_bits(sum(grids.outputs for grids in known))
             total = torch.zeros(len(dys[0]), weights[0].shape[2], dtype=torch.float64, device=dys[0].device)
-            products = zip(rows_together(dys, a_bits, across), columns_together(weights, b_bits, across), strict=True)
-            for dyq, wq in products:
+            for dyq, wq in zip(*together([Side(dys, -1, a_bits), Side(weights, -2, b_bits)], across), strict=True):
                 for run, of_expert in zip(each, wq, strict=True):
                     total[run].addmm_(dyq[run], of_expert)
             if across is not None:

@@ -13,6 +13,7 @@ divided.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,37 +111,45 @@ def _largest(x: Tensor, dim: int) -> Tensor:
 def rows(x: Tensor, bits: int, across: ProcessGroup | None = None) -> Tensor:
     """``x`` [..., C] float64, each row with ``bits`` bits below its own largest value; ``across``: the ranks that have
     the other columns of the same rows."""
-    if across is None:
-        return _to_rows(x, bits)
-    return _onto_size(x, bits, largest_across(_largest(x, -1), across))
+    return _to_rows(x, bits) if across is None else together([Side([x], -1, bits)], across)[0][0]
 
 
 def columns(x: Tensor, bits: int, across: ProcessGroup | None = None) -> Tensor:
     """The same for each column of ``x`` [..., R, C]; ``across``: the ranks that have its other rows."""
-    if across is None:
-        return _to_columns(x, bits)
-    return _onto_size(x, bits, largest_across(_largest(x, -2), across))
+    return _to_columns(x, bits) if across is None else together([Side([x], -2, bits)], across)[0][0]
 
 
-def rows_together(parts: Sequence[Tensor], bits: int, across: ProcessGroup | None = None) -> list[Tensor]:
-    """``rows`` of tensors [..., C] side by side: one grid for each row of all of them."""
-    return _together(parts, bits, -1, across)
+class Side(NamedTuple):
+    """Tensors side by side (``dim`` -1: their rows share a grid) or one above the other (-2: their columns do), which
+    get ``bits`` bits below the largest value."""
+
+    tensors: Sequence[Tensor]
+    dim: int
+    bits: int
 
 
-def columns_together(parts: Sequence[Tensor], bits: int, across: ProcessGroup | None = None) -> list[Tensor]:
-    """``columns`` of tensors [..., R, C] one above the other."""
-    return _together(parts, bits, -2, across)
-
-
-def _together(parts: Sequence[Tensor], bits: int, dim: int, across: ProcessGroup | None) -> list[Tensor]:
-    if len(parts) == 1:
-        return [(rows if dim == -1 else columns)(parts[0], bits, across)]
-    size = _largest(parts[0], dim)
-    for part in parts[1:]:
-        size = torch.maximum(size, _largest(part, dim))
+def together(sides: Sequence[Side], across: ProcessGroup | None) -> list[list[Tensor]]:
+    """Each of several sides on its grids; the ranks ``across`` share them, and exchange largest values once."""
+    sizes = []
+    for side in sides:
+        if across is None and len(side.tensors) == 1:
+            continue
+        size = _largest(side.tensors[0], side.dim)
+        for tensor in side.tensors[1:]:
+            size = torch.maximum(size, _largest(tensor, side.dim))
+        sizes.append(size)
     if across is not None:
-        size = largest_across(size, across)
-    return [_onto_size(part, bits, size) for part in parts]
+        flat = largest_across(torch.cat([size.reshape(-1) for size in sizes]), across)
+        parts = flat.split([size.numel() for size in sizes])
+        sizes = [part.view_as(size) for part, size in zip(parts, sizes, strict=True)]
+    known, rounded = iter(sizes), []
+    for tensors, dim, bits in sides:
+        if across is None and len(tensors) == 1:
+            rounded.append([(_to_rows if dim == -1 else _to_columns)(tensors[0], bits)])
+        else:
+            size = next(known)
+            rounded.append([_onto_size(tensor, bits, size) for tensor in tensors])
+    return rounded
 
 
 def largest_across(size: Tensor, group: ProcessGroup) -> Tensor:

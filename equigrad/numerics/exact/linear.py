@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.exact.channels import Channels
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import columns, columns_together, operand_bits, rows, rows_together, value
+from equigrad.numerics.exact.grids import Side, operand_bits, rows, together, value
 from equigrad.numerics.exact.layers import LayerGrids, grids_of
 from equigrad.numerics.ops import Layer
 from equigrad.parallel.collectives import Split, gathered, reduce_scattered
@@ -69,13 +69,15 @@ def group_of(split: Split | None) -> Any:
 def product(x: Tensor, weight: Tensor, length: int, across: Any = None) -> Tensor:
     """``x`` [T, K] times ``weight`` [N, K] transposed, exact, float64; K are ``length`` on the ranks ``across``."""
     a, b = operand_bits(length)
-    return rows(x, a, across) @ rows(weight, b, across).t()
+    (xq,), (wq,) = together([Side([x], -1, a), Side([weight], -1, b)], across)
+    return xq @ wq.t()
 
 
 def back_product(dy: Tensor, weight: Tensor, length: int, across: Any = None) -> Tensor:
     """``dy`` [T, N] times ``weight`` [N, K], exact, float64; N are ``length`` on the ranks ``across``."""
     a, b = operand_bits(length)
-    return rows(dy, a, across) @ columns(weight, b, across)
+    (dyq,), (wq,) = together([Side([dy], -1, a), Side([weight], -2, b)], across)
+    return dyq @ wq
 
 
 def token_product(out: Channels, dy: Tensor, into: Channels, x: Tensor) -> Tensor:
@@ -132,15 +134,14 @@ class ColumnLinears(torch.autograd.Function):
         x, *lows = ctx.saved_tensors
         split, dtype, known, operands = ctx.split, ctx.dtype, ctx.known, _fours(ctx.operands)
         across = group_of(split)
-        a_bits, b_bits = operand_bits(sum(grids.outputs for grids, _ in known))
-        weights = [weight for weight, *_ in operands]
-        dyqs = rows_together(dys, a_bits, across)
         dx = None
         if ctx.needs_input_grad[0]:
-            total = None
-            for dyq, weight in zip(dyqs, columns_together(weights, b_bits, across), strict=True):
-                total = dyq @ weight if total is None else total.addmm_(dyq, weight)
-            assert total is not None
+            a_bits, b_bits = operand_bits(sum(grids.outputs for grids, _ in known))
+            sides = Side(dys, -1, a_bits), Side([weight for weight, *_ in operands], -2, b_bits)
+            (dyq, *more), (wq, *others) = together(sides, across)
+            total = dyq @ wq
+            for dyq, wq in zip(more, others, strict=True):
+                total.addmm_(dyq, wq)
             dx = value(reduce_scattered(total, split), dtype)
         gradients: list[Tensor | None] = []
         into = known[0].grids
@@ -198,11 +199,12 @@ class RowLinear(torch.autograd.Function):
         x = x.to(dtype)
         length, across = known.grids.inputs, group_of(split)
         bits = operand_bits(length)
-        xq = rows(x, bits[0], across)
-        y = finish(reduce_scattered(xq @ rows(weight, bits[1], across).t(), split), bias, dtype)
+        matrices = [Side([m], -1, bits[1]) for m in (weight, a) if m is not None]
+        (xq,), (wq,), *of_a = together([Side([x], -1, bits[0]), *matrices], across)
+        y = finish(reduce_scattered(xq @ wq.t(), split), bias, dtype)
         low = None
         if a is not None and b is not None:
-            low = scaled(reduce_scattered(xq @ rows(a, bits[1], across).t(), split), known.scale, dtype)
+            low = scaled(reduce_scattered(xq @ of_a[0][0].t(), split), known.scale, dtype)
             y = plus(y, product(low, b, low.shape[1]))
         ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, low)
         ctx.split, ctx.known, ctx.operands = split, known, (weight, bias, a, b)
