@@ -8,7 +8,6 @@ that a process needs at its peak, and where the time goes.
 """
 
 import multiprocessing
-import resource
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch  # noqa: E402
 from equigrad.config.load import make_job  # noqa: E402
 from equigrad.data.stream import Stream  # noqa: E402
 from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
+from equigrad.numerics.exact.fused import compile_fused  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
@@ -61,7 +61,12 @@ def make_trainer(hidden: int, context: int, numerics: dict[str, Any], folder: Pa
 
 def step_of(trainer: Trainer) -> Callable[[], Any]:
     stop = StopRequest()
-    return lambda: trainer.update(trainer.stream.next_batch(), stop)
+
+    def step() -> None:
+        compile_fused(trainer.job.numerics.compile)  # which is one switch for the whole process
+        trainer.update(trainer.stream.next_batch(), stop)
+
+    return step
 
 
 def deterministic(step: Callable[[], Any]) -> Callable[[], Any]:
@@ -111,11 +116,16 @@ def profile(hidden: int, context: int, folder: Path) -> dict[str, float]:
 
 def _peak(hidden: int, context: int, numerics: dict[str, Any], folder: Path, answer: Any) -> None:
     trainer = make_trainer(hidden, context, numerics, folder)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step = step_of(trainer)
     for _ in range(2):
         step()
-    answer.put((before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    answer.put(peak_memory())
+
+
+def peak_memory() -> float:
+    """MB that this process has had at most; not ``ru_maxrss``, which a child has of its parent."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def memory(hidden: int, context: int, folder: Path) -> dict[str, float]:
@@ -128,7 +138,7 @@ def memory(hidden: int, context: int, folder: Path) -> dict[str, float]:
         shape = (128, 16) if name == "nothing" else (hidden, context)
         process = spawn.Process(target=_peak, args=(*shape, numerics, folder, answer))
         process.start()
-        peaks[name] = answer.get()[1] / 1024
+        peaks[name] = answer.get()
         process.join()
     return {name: round(peak - peaks["nothing"], 1) for name, peak in peaks.items() if name != "nothing"}
 
