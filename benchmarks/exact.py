@@ -143,6 +143,57 @@ def memory(hidden: int, context: int, folder: Path) -> dict[str, float]:
     return {name: round(peak - peaks["nothing"], 1) for name, peak in peaks.items() if name != "nothing"}
 
 
+def accuracy(hidden: int, context: int, folder: Path) -> dict[str, dict[str, float]]:
+    """How far the gradients of the first step are from those of ``transformers`` in float64 from the same weights: the
+    error of all of them over their norm, and the worst of one parameter."""
+    full_length_samples(folder, context)
+    kinds = SIDES | {"native, bfloat16": {"dtype": "bfloat16"}}
+    found, expected = {}, None
+    for name in ("exact, plain", "native", "native, bfloat16"):
+        trainer = make_trainer(hidden, context, kinds[name], folder)
+        for placed in trainer.parameters.values():  # the same weights for all
+            placed.tensor.copy_(placed.tensor.float())
+        norm, kept = trainer.norm, dict[str, torch.Tensor]()
+
+        def keep(gradients: Any, norm: Any = norm, kept: Any = kept) -> float:
+            kept.update({n: g.tensor.double().clone() for n, g in gradients.items()})
+            return norm(gradients)
+
+        trainer.norm = keep  # type: ignore[method-assign]
+        batch = trainer.stream.next_batch()
+        if expected is None:
+            expected = _gradients_in_float64(trainer, batch)
+        trainer.update(batch, StopRequest())
+        trainer.checkpointer.close()
+        total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+        errors = {n: float((kept[n] - g).norm()) for n, g in expected.items()}
+        found[name] = {
+            "of all": sum(e * e for e in errors.values()) ** 0.5 / total,
+            "worst parameter": max(e / float(expected[n].norm()) for n, e in errors.items()),
+        }
+        print(f"hidden {hidden}: gradients of {name}: {found[name]}")
+    return found
+
+
+def _gradients_in_float64(trainer: Trainer, batch: Any) -> dict[str, torch.Tensor]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from equigrad.models.huggingface import to_huggingface
+
+    raw = to_huggingface(trainer.job.model, None, None, "float32")
+    raw.pop("model_type")
+    model = Qwen3ForCausalLM(Qwen3Config(**raw, attn_implementation="eager"))
+    model.load_state_dict({n: p.tensor.float() for n, p in trainer.parameters.items()}, strict=False)
+    model.double()
+    samples = [trainer.stream.read(ref) for ref in batch.samples]
+    tokens = sum(map(len, samples))
+    for sample in samples:
+        ids, labels = (torch.from_numpy(x.astype("int64")) for x in (sample.ids, sample.labels))
+        logits = model(ids[None]).logits[0]
+        (torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / tokens).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
 def main() -> None:
     contexts = [int(n) for n in OPTIONS.contexts.split(",")]
     result: dict[str, Any] = {"threads": OPTIONS.threads, "tokens_per_step": OPTIONS.tokens, "shapes": {}}
@@ -156,6 +207,7 @@ def main() -> None:
             )
             print(f"hidden {hidden}: MB at the peak {found}")
         result["profile"] = profile(512, 512, folder)
+        result["accuracy"] = accuracy(128, 512, folder)
     write(OPTIONS.json, result)
 
 
