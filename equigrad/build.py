@@ -53,16 +53,17 @@ def most_tokens(job: Job) -> int:
     return max(job.batch.budget, job.data.context)
 
 
-def _ops(job: Job) -> Ops:
+def _ops(job: Job, world: World) -> Ops:
     dtype, budget = COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20
     if job.numerics.kind == "native":
         return NativeOps(dtype, budget)
-    compile_fused(job.numerics.compile)
+    # A compiler for GPUs contracts products into sums.
+    compile_fused(job.numerics.compile and world.device.type == "cpu")
     return ExactOps(dtype, budget, job.model.max_position_embeddings, min(term_bits(most_tokens(job)), 51))
 
 
 def _build(job: Job, world: World, part: Part, exact: Grids | None) -> Decoder:
-    ops = _ops(job)
+    ops = _ops(job, world)
     sharded = data_mesh(world) is not None
     device, boxes = "meta" if sharded else world.device, places(job.model, world, part, job.lora)
     model = Decoder(job.model, ops, device, boxes, part, job.lora)

@@ -33,9 +33,12 @@ from equigrad.parallel.world import World
 from equigrad.schedule.division import schedule_samples
 from equigrad.schedule.packing import Schedule
 
+_MOST_PASSES = 4
+"""Of one step in exact numerics: grids are raised to what was seen, and the second pass sees the same."""
+
 
 class Trainer:
-    """One run on this rank. Its whole state is: parameters, optimizer, loads, data cursor, counters, generators."""
+    """One run on this rank. Its whole state: parameters, optimizer, loads, grids, data cursor, counters, generators."""
 
     def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
@@ -152,7 +155,7 @@ class Trainer:
     ) -> tuple[Outcome, dict[str, Placed], torch.Tensor, torch.Tensor]:
         """This rank's outcome and gradients, and the step's global loads. Where a value left its grid on any rank, all
         do it again with grids that were raised: nothing else has changed."""
-        while True:
+        for _ in range(_MOST_PASSES):
             own = self.execution.train(self.stream, batch, schedule)
             counts, probability = (self.world.add(part) for part in self.balance.take())
             gradients = self.gradients()
@@ -160,6 +163,7 @@ class Trainer:
                 return own, gradients, counts, probability
             self._drop_gradients()
             self.redone += 1
+        raise RuntimeError(f"step {self.step + 1}: values leave their grids however far these are raised")
 
     def _drop_gradients(self) -> None:
         for part in self.parts.values():
@@ -179,6 +183,9 @@ class Trainer:
         add_up([local[n] for n in partial], self.world.axis("tp"))
         if self.job.model.embedding_at_end and EMBEDDING in local:
             add_ends(local[EMBEDDING], self.world.axis("pp"))
+        if self.grids is not None:
+            for gradient in local.values():
+                gradient.add_(0.0)  # a zero has no sign, whoever added it up
         return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

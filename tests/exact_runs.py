@@ -1,6 +1,6 @@
 """Runs in exact numerics, compared bit by bit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ from unittest.mock import patch
 import torch
 
 from equigrad.parallel.placement import Placed
+from equigrad.parallel.ranks import gather
 from equigrad.parallel.stop import StopRequest
 from equigrad.trainer import Trainer
-from tests.jobs import assemble, make_trainer, whole_parameters
+from tests.jobs import assemble, make_trainer
 from tests.parallel.layouts import Layout
 from tests.parallel.outcomes import GivenRows, Rows, layout_job
 
@@ -40,7 +41,7 @@ def outcome(trainer: Trainer, steps: int) -> dict[str, Any]:
     norm = trainer.norm
 
     def kept(found: dict[str, Placed]) -> float:
-        gradients.append(assemble({n: p.renamed(n) for n, p in found.items()}))
+        gradients.append(whole({n: p.renamed(n) for n, p in found.items()}))
         return norm(found)
 
     trainer.norm = kept  # type: ignore[method-assign, assignment]
@@ -52,10 +53,18 @@ def outcome(trainer: Trainer, steps: int) -> dict[str, Any]:
     return {
         "records": records,
         "gradients": gradients,
-        "parameters": whole_parameters(trainer),
-        "state": assemble(trainer.state()),
+        "state": whole(trainer.state()),
         "redone": trainer.redone,
     }
+
+
+def whole(tensors: Mapping[str, Placed]) -> dict[str, torch.Tensor]:
+    """The whole tensors of which ranks have boxes; copies have the same bits."""
+    first: dict[Any, torch.Tensor] = {}
+    for boxes in gather({name: (placed.placement, placed.tensor) for name, placed in tensors.items()}):
+        for name, (at, tensor) in boxes.items():
+            assert same_bits(first.setdefault((name, at.offset, at.local_shape), tensor), tensor), name
+    return assemble(tensors)
 
 
 def differences(many: dict[str, Any], one: dict[str, Any], figures: Sequence[str] = FIGURES) -> list[Any]:

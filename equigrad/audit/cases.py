@@ -18,6 +18,9 @@ from equigrad.config import Job
 from equigrad.config.load import make_job, read_toml, set_key
 from equigrad.parallel.launch import launch
 
+FURTHER = ("mtp_loss", "balance_loss")
+"""Figures that not every job has."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -87,8 +90,9 @@ def work(case: Case, file: Path, steps: int) -> int:
             _follow(trainer, Path(case.follows) / "checkpoints", step - 1)
         with StopRequest() as stop:
             record, _ = trainer.update(trainer.stream.next_batch(), stop)
-        figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "lr", "mtp_loss") if key in record}
-        saved.save(step, trainer.state() | trainer.kept, figures | {"copies": _unequal_copies(trainer.parameters)})
+        figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "lr", *FURTHER) if key in record}
+        figures["redone"] = float(trainer.redone).hex()
+        saved.save(step, trainer.state() | trainer.kept, figures | {"copies": _unequal_copies(trainer.state())})
     saved.close()
     trainer.checkpointer.close()
     world.close()

@@ -21,6 +21,7 @@ of a parameter's gradient."""
 _UNDECIDED = 1e-2
 """The largest part of tokens that may choose another expert: those whose choice hangs on rounding. In a step where any
 does, gradients deviate by more than rounding, and have the bound of bfloat16."""
+_NOTHING = 1e-300
 _FLOOR = 1e-3
 """A gradient that is smaller than this part of the global norm is compared with that part: where it is zero but for
 rounding, all of it is deviation."""
@@ -126,14 +127,14 @@ def compare_values(one: Case, other: Case, steps: int, dtype: str) -> Comparison
         else:
             of_loss, bound = BOUNDS[dtype]
         loss, norm = ([float.fromhex(meta[key]) for meta in metas] for key in ("loss", "grad_norm"))
-        see("loss", "loss", step, abs(loss[1] - loss[0]) / abs(loss[0]), of_loss)
-        see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / norm[0], bound)
+        see("loss", "loss", step, abs(loss[1] - loss[0]) / max(abs(loss[0]), _NOTHING), of_loss)
+        see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / max(norm[0], _NOTHING), bound)
         if copies := metas[1].get("copies"):
             what, detail = _of_copies(copies)
             see("gradient", what, step, math.inf, bound)
             found.detail = detail
         for (name, a), (_, b) in zip(read_tensors(ours, "grad."), read_tensors(theirs, "grad."), strict=True):
-            size = max(float(a.double().norm()), _FLOOR * norm[0])
+            size = max(float(a.double().norm()), _FLOOR * norm[0], _NOTHING)
             see("gradient", name, step, float((b.double() - a.double()).norm()) / size, bound)
     return found
 

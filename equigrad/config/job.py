@@ -56,7 +56,8 @@ class Job(Section):
                 f"batch.tokens {self.batch.tokens} is smaller than data.context {self.data.context}:"
                 " a whole sample must fit into a step"
             )
-        if self.numerics.compile and self.layout.pp > 1 and self.layout.pp_schedule == "zero_bubble":
+        native = self.numerics.kind == "native"
+        if native and self.numerics.compile and self.layout.pp > 1 and self.layout.pp_schedule == "zero_bubble":
             raise ValueError(
                 'numerics.compile does not go with layout.pp_schedule "zero_bubble": a compiled block computes its'
                 ' weight gradients at once; choose "1f1b" or "interleaved"'

@@ -39,7 +39,7 @@ def _wants(
     head = EMBEDDING if tied else HEAD
     if not spec.trained:
         if name == head and any(specs.get(name.removesuffix("weight") + part) for part in ADAPTER_PARTS):
-            yield "loss", Want(1, operand_bits(tokens * uses, HEAD_EXTRA)[0], (0, 1))
+            yield "loss", Want(1, operand_bits(tokens, HEAD_EXTRA)[0], (0, 1))
         return
     if name == head:
         errors, inputs = operand_bits(tokens * uses * (1 + tied), HEAD_EXTRA)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equigrad.numerics.exact.elementary import exponent, power_of_two, sqrt
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import operand_bits
+from equigrad.numerics.exact.grids import onto, term_bits
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
 from equigrad.parallel.placement import Placed
@@ -24,8 +24,8 @@ def exact_norm(
 ) -> float:
     """The global norm of the gradients of all parameters.
 
-    Each tensor is rounded to a grid below its largest entry, so fine that the squares of all its entries add up
-    exactly; then tensors are added by a sum that is rounded once.
+    The squares of a tensor's entries, over its largest entry's power of two, are each split into a part on a coarse
+    grid and what remains, on a fine one. Both add up exactly; then tensors are added by a sum that is rounded once.
 
     shapes:     of all trained parameters of the whole model
     over_ranks: replaces each entry by the largest one on all ranks
@@ -34,7 +34,7 @@ def exact_norm(
     names = sorted(shapes)
     counted = {n: g.tensor for n, g in gradients.items() if g.placement.replica == 0 and g.placement.numel}
     tops = torch.zeros(len(names), dtype=torch.float64, device=device)
-    squares = torch.zeros_like(tops)
+    squares = torch.zeros(2, len(names), dtype=torch.float64, device=device)
     for number, name in enumerate(names):
         if name in counted:
             tops[number] = counted[name].abs().max()
@@ -42,17 +42,22 @@ def exact_norm(
     limits = exponent(tops)
     for number, name in enumerate(names):
         if name in counted:
-            bits = min(operand_bits(math.prod(shapes[name]))[1], 25)
-            squares[number] = _squares(counted[name], limits[number], bits)
+            bits = min(term_bits(math.prod(shapes[name])), 51)
+            squares[0, number], squares[1, number] = _squares(counted[name], limits[number], bits)
     # As squares of numbers below 1, exact; and only then of the size that they are.
-    sums, sizes = add(squares).tolist(), power_of_two(limits).tolist()
-    return math.sqrt(math.fsum(s * size * size for s, size in zip(sums, sizes, strict=True)))
+    (coarse, fine), sizes = add(squares).tolist(), power_of_two(limits).tolist()
+    terms = [s * size * size for sums in (coarse, fine) for s, size in zip(sums, sizes, strict=True)]
+    return math.sqrt(math.fsum(terms))
 
 
 @fused
-def _squares(x: Tensor, limit: Tensor, bits: int) -> Tensor:
-    units = torch.round(x * power_of_two(-limit) * 2.0**bits) * 2.0**-bits
-    return (units * units).sum()
+def _squares(x: Tensor, limit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    units = x * power_of_two(-limit)
+    squares = units * units
+    coarse = onto(squares, torch.full((1,), -bits, device=x.device))
+    # At most half a unit of the coarse grid: as many bits again.
+    fine = onto(squares - coarse, torch.full((1,), -2 * bits, device=x.device))
+    return coarse.sum(), fine.sum()
 
 
 @fused

@@ -87,7 +87,7 @@ def test_exact_numerics_say_where_a_difference_begins(tmp_path: Path) -> None:
     assert code == 1
     assert (case["ok"], case["step"]) == (False, 1)
     # Norms are what tensor ranks share; the first by name.
-    assert case["what"] == "model.layers.0.input_layernorm.weight"
+    assert case["what"] == "model.model.layers.0.input_layernorm.weight"
     assert "copies on ranks [1] differ" in case["detail"]
     assert "DIFFERENT from step 1" in text
 

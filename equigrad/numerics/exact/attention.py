@@ -39,6 +39,7 @@ from equigrad.numerics.exact.grids import (
     value,
 )
 from equigrad.numerics.exact.layers import LayerGrids
+from equigrad.numerics.exact.linear import scaled
 from equigrad.numerics.row import Row
 from equigrad.numerics.tiles import Tile
 from equigrad.parallel.collectives import (
@@ -325,8 +326,8 @@ class _Gradients:
         )  # fmt: skip
 
     def sums(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of q, and these queries' exact parts of those of k and v, float64; ``sizes`` [2, keys, kv]: the
-        largest terms of a key, of v and of k, on all ranks."""
+        """The gradient of q, and these queries' exact parts of those of k and v, float64, the former not yet scaled:
+        that would round it; ``sizes`` [2, keys, kv]: the largest terms of a key, of v and of k, on all ranks."""
         (a, b), (a_q, b_q) = self._budget.keys, self._budget.queries
         keys, (queries, douts) = self._k.coarser(b), (u.coarser(b_q) for u in (self._q, self._d))
         dq = torch.empty(*self._q.unit.shape, dtype=self._dtype, device=keys.unit.device)
@@ -343,7 +344,7 @@ class _Gradients:
                 unit, q_power = units.of_queries(tile, self._kv)
                 view = tile.k_view(total)
                 view += _over_queries(_of_key(x, q_power, size, a_q), unit)
-        return dq, dk.mul_(self._scale), dv
+        return dq, dk, dv
 
 
 @dataclass(frozen=True)
@@ -519,7 +520,8 @@ class Attention(torch.autograd.Function):
         dout, sinks = place.enter_queries(dout), ctx.sinks
         work = _Gradients(dout, q, k, v, out, _State(top, total), place.tiles, ctx.budget)
         dq, dk, dv = work.sums(place.largest(work.largest))
-        dk, dv = (value(place.home(total), q.dtype) for total in (dk, dv))
+        dk = scaled(place.home(dk), 1 / math.sqrt(q.shape[-1]), q.dtype)
+        dv = value(place.home(dv), q.dtype)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             terms = _sink_terms(place.sinks(sinks), top, total, work.delta)

@@ -125,7 +125,6 @@ class Grids:
     def __contains__(self, name: str) -> bool:
         return name in self._own
 
-    @property
     def limit(self) -> Tensor:
         """Exponents, int64: this step's values are to be below 2^limit."""
         tops = self.size.new_zeros(len(self._names)).scatter_reduce_(0, self._group, self.size, "amax")
@@ -140,23 +139,28 @@ class Grids:
 
     def prepare(self) -> None:
         """Make the grids of the next step from ``size``, and forget what was seen."""
-        self._limit = self.limit
+        self._limit = self.limit()
         self._large.copy_(ROUND * power_of_two(self._limit - self._bits))
         self.forget()
 
     def forget(self) -> None:
-        """What was seen since the step began, as where a step is refused."""
+        """What was seen since the step began."""
         self._seen.zero_()
 
     def end_step(self, over_ranks: Callable[[Tensor], None]) -> bool:
         """Whether every value of the step was within its grid; the same answer, and the same grids, on all ranks.
 
         Where not, the grids are raised to what was seen, and the step is to be done again. Either way they are ready
-        for what comes next.
+        for what comes next. What is not finite leaves them as they were: such a step's loss or norm is not finite
+        either, and nothing is gained by doing it again.
 
         over_ranks: replaces each entry of a tensor by the largest one on all ranks
         """
+        self._seen.masked_fill_(self._seen.isnan(), torch.inf)  # the largest of a NaN and a number may be either
         over_ranks(self._seen)
+        if bool(self._seen.isinf().any()):
+            self.forget()
+            return True
         again = bool((self._seen >= power_of_two(self._limit)).any())
         kept = self.size if again else self.size * _DECAY
         torch.maximum(self._seen, kept, out=self.size)

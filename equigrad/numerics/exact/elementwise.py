@@ -113,8 +113,8 @@ def _clamped_backward(dy: Tensor, gate: Tensor, up: Tensor, alpha: float, limit:
     dy, g, u = dy.double(), gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
     open_ = short(sigmoid(alpha * g))
     slope = short(open_ * (1 + short(alpha * g) * short(1 - open_)))
-    dgate = torch.where(gate <= limit, short(dy * short(u + 1)) * slope, 0.0)
-    dup = torch.where(up.abs() <= limit, dy * short(g * open_), 0.0)
+    dgate = torch.where(gate.double() <= limit, short(dy * short(u + 1)) * slope, 0.0)
+    dup = torch.where(up.double().abs() <= limit, dy * short(g * open_), 0.0)
     return (dgate + 0.0).to(gate.dtype), (dup + 0.0).to(up.dtype)
 
 
@@ -202,8 +202,3 @@ class Rotary(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotated(dy, cos, sin, -1.0), None, None
-
-
-@fused
-def _added(a: Tensor, b: Tensor) -> Tensor:
-    return (a.double() + b.double()).to(a.dtype)

@@ -24,6 +24,11 @@ def compile_fused(now: bool) -> None:
     global _compiled
     _compiled = now
     if now:
+        from torch._inductor import config
+
+        # What environment variables may have switched on would change bits.
+        config.cpp.enable_floating_point_contract_flag = "off"
+        config.cpp.enable_unsafe_math_opt_flag = False
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
         torch._dynamo.config.accumulated_recompile_limit = max(
             torch._dynamo.config.accumulated_recompile_limit, 64 * _VARIANTS
