@@ -45,7 +45,7 @@ def make_trainer(hidden: int, context: int, numerics: dict[str, Any], folder: Pa
             "data": {"sources": [str(folder / "full.jsonl")], "context": context, "append_eos": False,
                      "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
             "batch": {"tokens": OPTIONS.tokens, "row_tokens": context},
-            "model": {"family": "qwen3", "vocab_size": VOCABULARY, "hidden_size": hidden,
+            "model": {"family": "llama", "vocab_size": VOCABULARY, "hidden_size": hidden,
                       "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
                       "num_attention_heads": hidden // 64},
             "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
@@ -176,13 +176,13 @@ def accuracy(hidden: int, context: int, folder: Path) -> dict[str, dict[str, flo
 
 
 def _gradients_in_float64(trainer: Trainer, batch: Any) -> dict[str, torch.Tensor]:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from equigrad.models.huggingface import to_huggingface
 
     raw = to_huggingface(trainer.job.model, None, None, "float32")
     raw.pop("model_type")
-    model = Qwen3ForCausalLM(Qwen3Config(**raw, attn_implementation="eager"))
+    model = LlamaForCausalLM(LlamaConfig(**raw, attn_implementation="eager"))
     model.load_state_dict({n: p.tensor.float() for n, p in trainer.parameters.items()}, strict=False)
     model.double()
     samples = [trainer.stream.read(ref) for ref in batch.samples]
