@@ -1,45 +1,21 @@
 """Linear layers and the embedding. A contraction that tensor ranks divide is added up in float64, and rounded after
 that; the grids of its operands come from the largest values on all of those ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from equigrad.numerics.deferred import weight_gradient
+from equigrad.numerics.deferred import weight_gradient, weight_gradients
 from equigrad.numerics.exact.channels import Channels
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import Side, operand_bits, rows, together, value
 from equigrad.numerics.exact.layers import LayerGrids, grids_of
-from equigrad.numerics.ops import Layer
+from equigrad.numerics.ops import Layer, operands
 from equigrad.parallel.collectives import Split, gathered, reduce_scattered
-
-
-class _Linear(NamedTuple):
-    """One layer as autograd functions pass it on; they take its tensors apart from it, as they must.
-
-    scale: of its adapter; 0: it has none
-    """
-
-    grids: LayerGrids
-    scale: float
-
-
-def _apart(layers: Sequence[Layer]) -> tuple[tuple[_Linear, ...], list[Tensor | None]]:
-    """The layers, and their weights, biases and adapters' matrices, four for each."""
-    known, operands = [], list[Tensor | None]()
-    for layer in layers:
-        a, b, scale = layer.adapter or (None, None, 0.0)
-        known.append(_Linear(grids_of(layer), scale))
-        operands += [layer.weight, layer.bias, a, b]
-    return tuple(known), operands
-
-
-def _fours(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
-    return list(zip(*(operands[n::4] for n in range(4)), strict=True))
 
 
 @fused
@@ -90,18 +66,13 @@ def token_sum(out: Channels, dy: Tensor) -> Tensor:
     return out.round(dy).sum(0)
 
 
-def _gradients(needs: Sequence[bool], parameters: Sequence[Any], computed: Sequence[Callable[[], Tensor]]) -> list[Any]:
-    each = zip(parameters, computed, needs, strict=True)
-    return [weight_gradient(of, compute) if of is not None and needed else None for of, compute, needed in each]
-
-
 class ColumnLinears(torch.autograd.Function):
     """From the residual stream to features: one input [own tokens, K], several weights [N, K] -> [T, N] each."""
 
     @classmethod
     def of(cls, x: Tensor, layers: Sequence[Layer], split: Split | None, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        known, operands = _apart(layers)
-        return cls.apply(x, split, dtype, known, *operands)
+        scales, flat = operands(layers)
+        return cls.apply(x, split, dtype, tuple(map(grids_of, layers)), scales, *flat)
 
     @staticmethod
     def forward(
@@ -109,67 +80,62 @@ class ColumnLinears(torch.autograd.Function):
         x: Tensor,
         split: Split | None,
         dtype: torch.dtype,
-        known: tuple[_Linear, ...],
+        known: tuple[LayerGrids, ...],
+        scales: tuple[float, ...],
         *operands: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.x_dtype = x.dtype
         x = gathered(x.to(dtype), split)
         bits = operand_bits(x.shape[1])
         xq, outputs, lows = rows(x, bits[0]), [], []
-        for (_, scale), (weight, bias, a, b) in zip(known, _fours(operands), strict=True):
+        for scale, weight, bias, a, b in zip(scales, *(operands[n::4] for n in range(4)), strict=True):
+            assert weight is not None
             y = finish(xq @ rows(weight, bits[1]).t(), bias, dtype)
             low = None
-            if a is not None:
+            if a is not None and b is not None:
                 low = scaled(xq @ rows(a, bits[1]).t(), scale, dtype)
                 y = plus(y, product(low, b, low.shape[1]))
             outputs.append(y)
             lows.append(low)
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, *lows)
-        ctx.split, ctx.dtype, ctx.known, ctx.operands = split, dtype, known, operands
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, *lows)
+        ctx.split, ctx.dtype, ctx.known, ctx.scales, ctx.operands = split, dtype, known, scales, operands
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *lows = ctx.saved_tensors
-        split, dtype, known, operands = ctx.split, ctx.dtype, ctx.known, _fours(ctx.operands)
+        split, dtype, known = ctx.split, ctx.dtype, ctx.known
         across = group_of(split)
         dx = None
         if ctx.needs_input_grad[0]:
-            a_bits, b_bits = operand_bits(sum(grids.outputs for grids, _ in known))
-            sides = Side(dys, -1, a_bits), Side([weight for weight, *_ in operands], -2, b_bits)
+            a_bits, b_bits = operand_bits(sum(grids.outputs for grids in known))
+            sides = Side(dys, -1, a_bits), Side(ctx.operands[::4], -2, b_bits)
             (dyq, *more), (wq, *others) = together(sides, across)
             total = dyq @ wq
             for dyq, wq in zip(more, others, strict=True):
                 total.addmm_(dyq, wq)
             dx = value(reduce_scattered(total, split), dtype)
         gradients: list[Tensor | None] = []
-        into = known[0].grids
-        for n, ((grids, scale), dy, low, (weight, bias, a, b)) in enumerate(
-            zip(known, dys, lows, operands, strict=True)
-        ):
-            computed = [
-                partial(_weight_part, grids, "", dy, into, "", x),
-                partial(_bias_part, grids, dy),
-            ]
+        for n, (grids, scale, dy, low) in enumerate(zip(known, ctx.scales, dys, lows, strict=True)):
+            weight, bias, a, b = ctx.operands[4 * n : 4 * n + 4]
+            computed = [partial(_weight_part, grids, "", dy, known[0], x), partial(_bias_part, grids, dy)]
             if a is not None:
                 dlow = back_product(dy, b, grids.outputs, across)
                 dlow = scaled(reduce_scattered(dlow, split), scale, dtype)
                 if dx is not None:
                     dx = plus(dx, back_product(dlow, a, a.shape[0]))
                 own = x if split is None or x is None else split.take(x)
-                computed += [
-                    partial(_weight_part, grids, "a.", dlow, grids, "a.", own),
-                    partial(_weight_part, grids, "b.", dy, grids, "b.", low),
-                ]
-            parameters = (weight, bias, a, b)[: len(computed)]
-            needs = ctx.needs_input_grad[4 + 4 * n : 4 + 4 * n + len(computed)]
-            gradients += _gradients(needs, parameters, computed) + [None] * (4 - len(computed))
-        return (None if dx is None else dx.to(ctx.x_dtype), None, None, None, *gradients)
+                computed.append(partial(_weight_part, grids, "a.", dlow, grids, own))
+                computed.append(partial(_weight_part, grids, "b.", dy, grids, low))
+            needs = ctx.needs_input_grad[5 + 4 * n : 9 + 4 * n]
+            gradients += weight_gradients((weight, bias, a, b), needs, computed)
+        return (None if dx is None else dx.to(ctx.x_dtype), None, None, None, None, *gradients)
 
 
-def _weight_part(out: LayerGrids, a: str, dy: Tensor, into: LayerGrids, b: str, x: Tensor) -> Tensor:
-    return token_product(out[a + "out"], dy, into[b + "in"], x)
+def _weight_part(out: LayerGrids, matrix: str, dy: Tensor, into: LayerGrids, x: Tensor) -> Tensor:
+    """``matrix``: ``a.`` or ``b.`` of an adapter, or nothing."""
+    return token_product(out[f"{matrix}out"], dy, into[f"{matrix}in"], x)
 
 
 def _bias_part(grids: LayerGrids, dy: Tensor) -> Tensor:
@@ -181,8 +147,8 @@ class RowLinear(torch.autograd.Function):
 
     @classmethod
     def of(cls, x: Tensor, layer: Layer, split: Split | None, dtype: torch.dtype) -> Tensor:
-        known, operands = _apart([layer])
-        return cls.apply(x, split, dtype, known[0], *operands)
+        (scale,), flat = operands([layer])
+        return cls.apply(x, split, dtype, grids_of(layer), scale, *flat)
 
     @staticmethod
     def forward(
@@ -190,49 +156,44 @@ class RowLinear(torch.autograd.Function):
         x: Tensor,
         split: Split | None,
         dtype: torch.dtype,
-        known: _Linear,
+        grids: LayerGrids,
+        scale: float,
         weight: Tensor,
         bias: Tensor | None,
         a: Tensor | None,
         b: Tensor | None,
     ) -> Tensor:
         x = x.to(dtype)
-        length, across = known.grids.inputs, group_of(split)
-        bits = operand_bits(length)
+        across, bits = group_of(split), operand_bits(grids.inputs)
         matrices = [Side([m], -1, bits[1]) for m in (weight, a) if m is not None]
         (xq,), (wq,), *of_a = together([Side([x], -1, bits[0]), *matrices], across)
         y = finish(reduce_scattered(xq @ wq.t(), split), bias, dtype)
         low = None
         if a is not None and b is not None:
-            low = scaled(reduce_scattered(xq @ of_a[0][0].t(), split), known.scale, dtype)
+            low = scaled(reduce_scattered(xq @ of_a[0][0].t(), split), scale, dtype)
             y = plus(y, product(low, b, low.shape[1]))
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, low)
-        ctx.split, ctx.known, ctx.operands = split, known, (weight, bias, a, b)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, low)
+        ctx.split, ctx.grids, ctx.scale, ctx.operands = split, grids, scale, (weight, bias, a, b)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
-        (grids, scale), (weight, bias, a, b) = ctx.known, ctx.operands
-        split = ctx.split
+        split, grids, (weight, bias, a, b) = ctx.split, ctx.grids, ctx.operands
         whole = gathered(dy, split)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = value(back_product(whole, weight, grids.outputs), dy.dtype)
-        computed = [partial(_weight_part, grids, "", whole, grids, "", x), partial(_bias_part, grids, dy)]
+        computed = [partial(_weight_part, grids, "", whole, grids, x), partial(_bias_part, grids, dy)]
         if a is not None:
-            dlow = gathered(scaled(back_product(dy, b, grids.outputs), scale, dy.dtype), split)
+            dlow = gathered(scaled(back_product(dy, b, grids.outputs), ctx.scale, dy.dtype), split)
             if dx is not None:
                 dx = plus(dx, back_product(dlow, a, a.shape[0]))
-            computed += [
-                partial(_weight_part, grids, "a.", dlow, grids, "a.", x),
-                partial(_weight_part, grids, "b.", dy, grids, "b.", low),
-            ]
-        gradients = _gradients(
-            ctx.needs_input_grad[4 : 4 + len(computed)], (weight, bias, a, b)[: len(computed)], computed
-        )
-        return (dx, None, None, None, *gradients, *[None] * (4 - len(computed)))
+            computed.append(partial(_weight_part, grids, "a.", dlow, grids, x))
+            computed.append(partial(_weight_part, grids, "b.", dy, grids, low))
+        gradients = weight_gradients((weight, bias, a, b), ctx.needs_input_grad[5:9], computed)
+        return (dx, None, None, None, None, *gradients)
 
 
 class Embedding(torch.autograd.Function):
