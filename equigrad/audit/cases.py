@@ -92,7 +92,7 @@ def work(case: Case, file: Path, steps: int) -> int:
             record, _ = trainer.update(trainer.stream.next_batch(), stop)
         figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "lr", *FURTHER) if key in record}
         figures["redone"] = float(trainer.redone).hex()
-        saved.save(step, trainer.state() | trainer.kept, figures | {"copies": _unequal_copies(trainer.state())})
+        saved.save(step, trainer.state() | trainer.kept, figures | {"copies": unequal_copies(trainer.state())})
     saved.close()
     trainer.checkpointer.close()
     world.close()
@@ -110,7 +110,7 @@ def _follow(trainer: Any, checkpoints: Path, step: int) -> None:
             own.tensor.copy_(whole[Box(own.placement.offset, own.placement.local_shape).slices])
 
 
-def _unequal_copies(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
+def unequal_copies(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
     """The tensors of which two ranks hold the same box with different bits, and the ranks that differ from the first;
     a collective."""
     from equigrad.parallel.ranks import gather

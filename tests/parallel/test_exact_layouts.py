@@ -24,7 +24,7 @@ from tests.parallel.test_layouts import (
 
 FULL = os.environ.get("EQUIGRAD_TEST_LAYOUTS") == "all"
 LAYOUTS = full_product() if FULL else pairwise()
-STEPS = 20 if FULL else 4
+STEPS = 20 if FULL else 3
 SINKS_LAYOUTS: list[Layout] = [
     {"tp": 2},
     {"cp": 2},
