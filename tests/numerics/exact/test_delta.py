@@ -259,7 +259,7 @@ def test_a_norm_of_value_heads_has_room_for_all_of_them() -> None:
     norm = found["model.layers.0.linear_attn.norm.weight/sum"]
     norm.round(torch.ones(1, len(norm.large), dtype=torch.float64))
     assert not found.end_step(alone)
-    assert (32_000 * 2.0 ** int(found.limit.max()) <= 2**53 * norm.large / ROUND).all()
+    assert (32_000 * 2.0 ** int(found.limit().max()) <= 2**53 * norm.large / ROUND).all()
 
 
 # On ranks.
