@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import arguments, full_length_samples, pin_threads, ratio, show, spread, write
+from common import arguments, full_length_samples, pin_threads, ratio, shape_trainer, show, spread, write
 
 OPTIONS = arguments("audit", __doc__ or "", rounds=5, tokens=4096, context=512, hidden="512",
                     sides="exact, plain;exact, compiled;native")  # fmt: skip
@@ -20,15 +20,9 @@ pin_threads(OPTIONS.threads)
 import torch  # noqa: E402
 
 from equigrad.audit.recorder import line_of  # noqa: E402
-from equigrad.config.load import make_job  # noqa: E402
-from equigrad.data.stream import Stream  # noqa: E402
-from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
-from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 
-INNER = {128: 352, 256: 704, 512: 1408}
-LAYERS = {128: 4, 256: 8, 512: 6}
 SIDES: dict[str, dict[str, Any]] = {
     "exact, plain": {"kind": "exact"},
     "exact, compiled": {"kind": "exact", "compile": True},
@@ -36,30 +30,13 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_trainer(hidden: int, numerics: dict[str, Any], folder: Path) -> Trainer:
-    """The product's own loop."""
-    job = make_job(
-        {
-            "data": {"sources": [str(folder / "full.jsonl")], "context": OPTIONS.context, "append_eos": False,
-                     "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
-            "batch": {"tokens": OPTIONS.tokens, "row_tokens": OPTIONS.context},
-            "model": {"family": "qwen3", "vocab_size": 4096, "hidden_size": hidden,
-                      "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
-                      "num_attention_heads": hidden // 64},
-            "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
-            "numerics": numerics,
-        },
-        "benchmark",
-    )  # fmt: skip
-    stream = Stream(job.data, job.batch, 0, byte_tokenizer())
-    trainer = Trainer(job, Path(tempfile.mkdtemp(dir=folder)), start(job.layout), stream)
-    trainer.initialize(0)
-    return trainer
+def _trainer(hidden: int, side: str, folder: Path) -> Trainer:
+    return shape_trainer(hidden, OPTIONS.context, OPTIONS.tokens, OPTIONS.threads, SIDES[side], folder)
 
 
 def measure(hidden: int, side: str, folder: Path) -> dict[str, Any]:
     """Seconds of steps and of their lines, taken in turns."""
-    trainer, stop = make_trainer(hidden, SIDES[side], folder), StopRequest()
+    trainer, stop = _trainer(hidden, side, folder), StopRequest()
     seconds: dict[str, list[float]] = {"step": [], "line": [], "line without tensors": []}
     for turn in range(-2, OPTIONS.rounds):
         began = time.perf_counter()

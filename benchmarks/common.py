@@ -72,6 +72,38 @@ def world_of(job: Any, rank: int) -> Any:
     return World(job.layout, rank, size, rank, cpu, mesh, axes=axes, expert_mesh=experts)
 
 
+INNER, LAYERS = {128: 352, 256: 704, 512: 1408}, {128: 4, 256: 8, 512: 6}
+
+
+def shape_trainer(hidden: int, context: int, tokens: int, threads: int, numerics: dict[str, Any], folder: Path) -> Any:
+    """The product's own loop over ``full_length_samples``, each a row of its own; ``hidden``: of 128, 256 and 512."""
+    import tempfile
+
+    from equigrad.config.load import make_job
+    from equigrad.data.stream import Stream
+    from equigrad.data.tokenizers import byte_tokenizer
+    from equigrad.parallel.world import start
+    from equigrad.trainer import Trainer
+
+    job = make_job(
+        {
+            "data": {"sources": [str(folder / "full.jsonl")], "context": context, "append_eos": False,
+                     "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
+            "batch": {"tokens": tokens, "row_tokens": context},
+            "model": {"family": "llama", "vocab_size": 4096, "hidden_size": hidden,
+                      "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
+                      "num_attention_heads": hidden // 64},
+            "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": threads},
+            "numerics": numerics,
+        },
+        "benchmark",
+    )  # fmt: skip
+    stream = Stream(job.data, job.batch, 0, byte_tokenizer())
+    trainer = Trainer(job, Path(tempfile.mkdtemp(dir=folder)), start(job.layout), stream)
+    trainer.initialize(0)
+    return trainer
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3

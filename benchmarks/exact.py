@@ -13,24 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import arguments, full_length_samples, interleaved, pin_threads, ratio, show, spread, write
+from common import arguments, full_length_samples, interleaved, pin_threads, ratio, shape_trainer, show, spread, write
 
 OPTIONS = arguments("exact", __doc__ or "", rounds=5, tokens=4096, contexts="512,1024,2048", hidden="128,256,512")
 pin_threads(OPTIONS.threads)
 
 import torch  # noqa: E402
 
-from equigrad.config.load import make_job  # noqa: E402
-from equigrad.data.stream import Stream  # noqa: E402
-from equigrad.data.tokenizers import byte_tokenizer  # noqa: E402
 from equigrad.numerics.exact.fused import compile_fused  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
-from equigrad.parallel.world import start  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 
-VOCABULARY = 4096
-INNER = {128: 352, 256: 704, 512: 1408}
-LAYERS = {128: 4, 256: 8, 512: 6}
 SIDES: dict[str, dict[str, Any]] = {
     "native": {},
     "exact, compiled": {"kind": "exact", "compile": True},
@@ -39,24 +32,8 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def make_trainer(hidden: int, context: int, numerics: dict[str, Any], folder: Path) -> Trainer:
-    """The product's own loop; each sample is a row of its own."""
-    job = make_job(
-        {
-            "data": {"sources": [str(folder / "full.jsonl")], "context": context, "append_eos": False,
-                     "tokenizer": {"kind": "bytes"}, "cache": str(folder / "cache")},
-            "batch": {"tokens": OPTIONS.tokens, "row_tokens": context},
-            "model": {"family": "llama", "vocab_size": VOCABULARY, "hidden_size": hidden,
-                      "intermediate_size": INNER[hidden], "num_hidden_layers": LAYERS[hidden],
-                      "num_attention_heads": hidden // 64},
-            "optim": {"lr": 3e-4}, "train": {"steps": 10**6}, "layout": {"threads": OPTIONS.threads},
-            "numerics": numerics,
-        },
-        "benchmark",
-    )  # fmt: skip
-    stream = Stream(job.data, job.batch, 0, byte_tokenizer())
-    trainer = Trainer(job, Path(tempfile.mkdtemp(dir=folder)), start(job.layout), stream)
-    trainer.initialize(0)
-    return trainer
+    """Of the shape, each sample a row of its own."""
+    return shape_trainer(hidden, context, OPTIONS.tokens, OPTIONS.threads, numerics, folder)
 
 
 def step_of(trainer: Trainer) -> Callable[[], Any]:

@@ -59,7 +59,7 @@ def _ops(job: Job, world: World) -> Ops:
         return NativeOps(dtype, budget)
     # A compiler for GPUs contracts products into sums.
     compile_fused(job.numerics.compile and world.device.type == "cpu")
-    return ExactOps(dtype, budget, job.model.max_position_embeddings, min(term_bits(most_tokens(job)), 51))
+    return ExactOps(dtype, budget, job.model.max_position_embeddings, term_bits(most_tokens(job)))
 
 
 def _build(job: Job, world: World, part: Part, exact: Grids | None) -> Decoder:

@@ -48,24 +48,20 @@ def _wants(
         if tied:
             yield "further", _want(at, -1, inputs)
     elif name == EMBEDDING:
-        yield "in", _want(at, -1, _terms(tokens * uses))
+        yield "in", _want(at, -1, term_bits(tokens * uses))
     elif _is_contraction(name, spec):
         out, inputs = operand_bits(tokens, HEAD_EXTRA if name.startswith("lm_head.") else 0)
         yield "out", _want(at, -2, out)
         yield "in", _want(at, -1, inputs)
     elif not name.endswith(".bias"):  # a bias has the channels of its weight's outputs
         # A norm of heads has a term for each of them.
-        yield "sum", _want(at, 0, _terms(tokens * _most_heads(config)))
+        yield "sum", _want(at, 0, term_bits(tokens * _most_heads(config)))
 
 
 def _most_heads(config: Model) -> int:
     """That share a norm in any layer."""
     linear = config.linear_attention
     return max(config.num_attention_heads, 1 if linear is None else linear.linear_num_value_heads)
-
-
-def _terms(count: int) -> int:
-    return min(term_bits(count), 51)
 
 
 def _is_contraction(name: str, spec: Spec) -> bool:

@@ -72,11 +72,7 @@ class NativeOps:
         return x.split(list(sizes), -1)
 
     def rotary_table(self, frequencies: Tensor, scale: float, row: Row) -> RotaryTable:
-        if frequencies.ndim == 2:
-            lengths = torch.tensor(row.lengths, device=frequencies.device)
-            frequencies = frequencies.repeat_interleave(lengths, 0)
-            frequencies = frequencies if row.context is None else row.context.take(frequencies)
-        angles = row.positions[:, None].float() * frequencies
+        angles = rotary_angles(frequencies, row)
         return angles.cos() * scale, angles.sin() * scale
 
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
@@ -178,6 +174,15 @@ class NativeOps:
         """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
         x = self.gather(x, row.tensor)
         return x if at is None else _Select.apply(x, at)
+
+
+def rotary_angles(frequencies: Tensor, row: Row) -> Tensor:
+    """[T, D/2] float32, position times frequency; see ``Ops.rotary_table``."""
+    if frequencies.ndim == 2:
+        lengths = torch.tensor(row.lengths, device=frequencies.device)
+        frequencies = frequencies.repeat_interleave(lengths, 0)
+        frequencies = frequencies if row.context is None else row.context.take(frequencies)
+    return row.positions[:, None].float() * frequencies
 
 
 # Gradients of a product, apart from each other: what a split-backward pipeline schedule calls at different times.

@@ -42,7 +42,7 @@ def exact_norm(
     limits = exponent(tops)
     for number, name in enumerate(names):
         if name in counted:
-            bits = min(term_bits(math.prod(shapes[name])), 51)
+            bits = term_bits(math.prod(shapes[name]))
             squares[0, number], squares[1, number] = _squares(counted[name], limits[number], bits)
     # As squares of numbers below 1, exact; and only then of the size that they are.
     (coarse, fine), sizes = add(squares).tolist(), power_of_two(limits).tolist()

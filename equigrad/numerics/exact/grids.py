@@ -47,7 +47,8 @@ def operand_bits(length: int, extra: int = 0) -> tuple[int, int]:
 
 def term_bits(terms: int) -> int:
     """Bits of the addends of a plain sum of so many."""
-    return MANTISSA - length_bits(terms)
+    # ``onto`` wants its operands below 2^51 of the grid.
+    return min(MANTISSA - length_bits(terms), MANTISSA - 2)
 
 
 def onto(x: Tensor, step: Tensor) -> Tensor:
@@ -75,9 +76,7 @@ def relative(x: Tensor, bits: int, size: Tensor) -> Tensor:
 def sum_last(x: Tensor) -> Tensor:
     """Exact sum over the last dimension, which is kept, of rows that lie on one rank as a whole. Its error is that of
     rounding each entry to the grid, L 2^(ceil(log2 L) - 54) of the largest one for rows of length L."""
-    # ``onto`` wants its operands below 2^51 of the grid.
-    bits = min(term_bits(x.shape[-1]), MANTISSA - 2)
-    return relative(x, bits, largest(x, -1)).sum(-1, keepdim=True)
+    return relative(x, term_bits(x.shape[-1]), largest(x, -1)).sum(-1, keepdim=True)
 
 
 @fused

@@ -28,7 +28,7 @@ from equigrad.numerics.exact.grids import MANTISSA, onto
 from equigrad.numerics.exact.layers import grids_of
 from equigrad.numerics.exact.linear import ColumnLinears, Embedding, RowLinear
 from equigrad.numerics.experts import plan_dispatch
-from equigrad.numerics.native import Fork
+from equigrad.numerics.native import Fork, rotary_angles
 from equigrad.numerics.ops import AttentionLayer, DeltaLayer, Layer, RotaryTable
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
@@ -77,12 +77,7 @@ class ExactOps:
         return x.split(list(sizes), -1)
 
     def rotary_table(self, frequencies: Tensor, scale: float, row: Row) -> RotaryTable:
-        if frequencies.ndim == 2:
-            lengths = torch.tensor(row.lengths, device=frequencies.device)
-            frequencies = frequencies.repeat_interleave(lengths, 0)
-            frequencies = frequencies if row.context is None else row.context.take(frequencies)
-        angles = row.positions[:, None].float() * frequencies
-        cos, sin = cos_sin(angles.double())
+        cos, sin = cos_sin(rotary_angles(frequencies, row).double())
         return (cos * scale).float(), (sin * scale).float()
 
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
