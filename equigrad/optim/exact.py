@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equigrad.numerics.exact.elementary import exponent, power_of_two, sqrt
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import onto, term_bits
+from equigrad.numerics.exact.grids import fixed, term_bits
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
 from equigrad.parallel.placement import Placed
@@ -54,9 +54,9 @@ def exact_norm(
 def _squares(x: Tensor, limit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     units = x * power_of_two(-limit)
     squares = units * units
-    coarse = onto(squares, torch.full((1,), -bits, device=x.device))
+    coarse = fixed(squares, bits)
     # At most half a unit of the coarse grid: as many bits again.
-    fine = onto(squares - coarse, torch.full((1,), -2 * bits, device=x.device))
+    fine = fixed(squares - coarse, 2 * bits)
     return coarse.sum(), fine.sum()
 
 

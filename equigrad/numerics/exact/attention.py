@@ -29,11 +29,12 @@ from equigrad.numerics.deferred import weight_gradient
 from equigrad.numerics.exact.elementary import exp, exponent, power_of_two
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import (
+    fixed,
     largest,
     largest_across,
     length_bits,
-    onto,
     operand_bits,
+    relative,
     sum_last,
     term_bits,
     value,
@@ -138,12 +139,12 @@ def _unit(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     x = x.double()
     power = exponent(largest(x, -1))
     unit = x * power_of_two(-power)
-    return onto(unit, torch.full_like(power, -bits)), power_of_two(power).squeeze(-1)
+    return fixed(unit, bits), power_of_two(power).squeeze(-1)
 
 
 @fused
 def _coarser(unit: Tensor, bits: int) -> Tensor:
-    return onto(unit, torch.full(unit.shape[-1:], -bits, device=unit.device))
+    return fixed(unit, bits)
 
 
 def _units(x: Tensor, bits: int) -> _Units:
@@ -193,13 +194,12 @@ def _attend(
     if sinks is not None:
         top = torch.maximum(top, sinks)
     weights = torch.where(seen, exp(scores.double() - top.double()), 0.0)
-    grid = torch.full((1,), -terms, device=product.device)
-    total = onto(weights, grid).sum(-1, keepdim=True)
+    total = fixed(weights, terms).sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + onto(exp(sinks.double() - top.double()), grid)
+        total = total + fixed(exp(sinks.double() - top.double()), terms)
     power = torch.where(seen, v_power, 0.0).amax(-1, keepdim=True)
     factor = torch.where(seen, weights * (v_power / power), 0.0)
-    return onto(factor, torch.full((1,), -bits, device=product.device)), top, total, power
+    return fixed(factor, bits), top, total, power
 
 
 @fused
@@ -231,13 +231,13 @@ def _of_query(ds: Tensor, k_power: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     terms = ds.double() * k_power
     power = exponent(largest(terms, -1))
     units = terms * power_of_two(-power)
-    return onto(units, torch.full_like(power, -bits)), power_of_two(power)
+    return fixed(units, bits), power_of_two(power)
 
 
 @fused
 def _of_key(terms: Tensor, q_power: Tensor, size: Tensor, bits: int) -> Tensor:
     """``terms`` times the powers of the queries, in bits below a key's largest, ``size`` [count, kv, 1, 1, keys]."""
-    return onto(terms.double() * q_power, exponent(size) - bits)
+    return relative(terms.double() * q_power, bits, size)
 
 
 @fused

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from equigrad.numerics.exact.elementary import exponent, power_of_two
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import ROUND
+from equigrad.numerics.exact.grids import ROUND, onto
 from equigrad.parallel.placement import Placed, whole
 
 _HEADROOM = 3
@@ -78,12 +78,12 @@ class Channels:
 def _onto_channels(x: Tensor, large: Tensor) -> tuple[Tensor, Tensor]:
     x = x.double()
     seen = x.abs().amax(0) if x.shape[0] else torch.zeros_like(large)
-    return (x + large) - large, seen
+    return onto(x, large), seen
 
 
 @fused
 def _onto(x: Tensor, large: Tensor) -> Tensor:
-    return (x.double() + large) - large
+    return onto(x.double(), large)
 
 
 class Grids:

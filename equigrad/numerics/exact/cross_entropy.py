@@ -21,7 +21,7 @@ from equigrad.numerics.cross_entropy import chunks, own_columns
 from equigrad.numerics.deferred import is_deferred, weight_gradient
 from equigrad.numerics.exact.elementary import exp, log
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import columns, largest_across, onto, operand_bits, rows, term_bits, value
+from equigrad.numerics.exact.grids import columns, fixed, largest_across, operand_bits, rows, term_bits, value
 from equigrad.numerics.exact.layers import LayerGrids
 from equigrad.numerics.exact.linear import back_product, finish, group_of, plus, product, scaled, token_product
 from equigrad.parallel.collectives import Split, gathered, reduce_scattered
@@ -68,7 +68,7 @@ def _top(logits: Tensor) -> Tensor:
 @fused
 def _sum(logits: Tensor, top: Tensor, bits: int) -> Tensor:
     terms = exp(logits.double() - top.double())
-    return onto(terms, torch.full((1,), -bits, device=logits.device)).sum(1)
+    return fixed(terms, bits).sum(1)
 
 
 @fused

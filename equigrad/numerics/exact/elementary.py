@@ -25,7 +25,7 @@ _SIN = [(-1) ** n / math.factorial(2 * n + 1) for n in range(9)]
 _COS = [(-1) ** n / math.factorial(2 * n) for n in range(9)]
 _ATANH = [1 / (2 * n + 1) for n in range(12)]
 
-_EXPONENT_BITS, _BIAS = 52, 1023
+EXPONENT_BITS, EXPONENT_FIELD, _BIAS = 52, 0x7FF, 1023
 _LARGEST_ANGLE = 2.0**24
 
 
@@ -34,19 +34,19 @@ def power_of_two(n: Tensor) -> Tensor:
 
     Not ``torch.ldexp``, which multiplies by a power that it computes in float32.
     """
-    return ((n.long().clamp(-1022, 1023) + _BIAS) << _EXPONENT_BITS).view(torch.float64)
+    return ((n.long().clamp(-1022, 1023) + _BIAS) << EXPONENT_BITS).view(torch.float64)
 
 
 def exponent(x: Tensor) -> Tensor:
     """The smallest e with ``|x| < 2^e``, int64; -1022 where x is zero or less than 2^-1022, 1025 where it is not
     finite."""
-    return ((x.view(torch.int64) >> _EXPONENT_BITS) & 0x7FF) - (_BIAS - 1)
+    return ((x.view(torch.int64) >> EXPONENT_BITS) & EXPONENT_FIELD) - (_BIAS - 1)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Horner's rule, the constant first."""
-    y = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
+    y = x * coefficients[-1] + coefficients[-2]
+    for coefficient in reversed(coefficients[:-2]):
         y = y * x + coefficient
     return y
 

@@ -23,7 +23,7 @@ from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import (
     Side,
     columns,
-    onto,
+    fixed,
     operand_bits,
     rows,
     sum_last,
@@ -100,7 +100,7 @@ def _sigmoid_backward(scores: Tensor, gradient: Tensor) -> Tensor:
 
 @fused
 def _sum_of_shares(shares: Tensor, bits: int) -> Tensor:
-    return onto(shares.double(), torch.full((1,), -bits, device=shares.device)).sum(0)
+    return fixed(shares.double(), bits).sum(0)
 
 
 class _Router(torch.autograd.Function):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from equigrad.numerics.exact.elementary import exponent, power_of_two
+from equigrad.numerics.exact.elementary import EXPONENT_BITS, EXPONENT_FIELD
 from equigrad.numerics.exact.fused import fused
 
 MANTISSA = 53
@@ -51,14 +51,18 @@ def term_bits(terms: int) -> int:
     return min(MANTISSA - length_bits(terms), MANTISSA - 2)
 
 
-def onto(x: Tensor, step: Tensor) -> Tensor:
-    """``x`` float64 rounded to multiples of 2^step, ties to even; ``step`` int64 broadcasts against it.
+def onto(x: Tensor, large: Tensor | float) -> Tensor:
+    """``x`` float64 rounded to the multiples of a power of two, ties to even; ``large``: ``ROUND`` times that power.
 
-    ``|x|`` must be below 2^(51 + step); infinite and undefined entries become undefined, and are found at the end of
+    ``|x|`` must be below 2^51 of those; infinite and undefined entries become undefined, and are found at the end of
     the step as they are in any numerics. Two additions, for between 2^52 and 2^53 float64 has integers alone.
     """
-    large = ROUND * power_of_two(step)
     return (x + large) - large
+
+
+def fixed(x: Tensor, bits: int) -> Tensor:
+    """``x`` float64, below 1, rounded to multiples of 2^-bits."""
+    return onto(x, ROUND * 2.0**-bits)  # of two, any pow is exact
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
@@ -70,7 +74,10 @@ def largest(x: Tensor, dim: int) -> Tensor:
 
 def relative(x: Tensor, bits: int, size: Tensor) -> Tensor:
     """``x`` on the grid that leaves ``bits`` bits below ``size``, the largest absolute value that shares the grid."""
-    return onto(x, exponent(size) - bits)
+    # ROUND 2^(exponent(size) - bits), put together from bits; at least ROUND 2^-1022, and a NaN where that is more than
+    # a float64 can be, as it is where ``size`` is not finite.
+    field = ((size.view(torch.int64) >> EXPONENT_BITS) + (MANTISSA - bits)).clamp(MANTISSA, EXPONENT_FIELD)
+    return onto(x, ((field << EXPONENT_BITS) | (1 << (EXPONENT_BITS - 1))).view(torch.float64))
 
 
 def sum_last(x: Tensor) -> Tensor:

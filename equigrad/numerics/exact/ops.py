@@ -24,7 +24,7 @@ from equigrad.numerics.exact.cross_entropy import CrossEntropy, Head, adapted, a
 from equigrad.numerics.exact.elementary import cos_sin, exp, log
 from equigrad.numerics.exact.elementwise import ClampedGated, Gated, GatedNorm, Norm, OutputGate, Rotary
 from equigrad.numerics.exact.experts import Combined, ExpertLinears, Sent, TokenGate, route
-from equigrad.numerics.exact.grids import MANTISSA, onto
+from equigrad.numerics.exact.grids import MANTISSA, fixed
 from equigrad.numerics.exact.layers import grids_of
 from equigrad.numerics.exact.linear import ColumnLinears, Embedding, RowLinear
 from equigrad.numerics.experts import plan_dispatch
@@ -178,7 +178,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, terms: Tensor, bits: int) -> Tensor:
         ctx.like = terms
-        return onto(terms.double(), torch.full((1,), -bits, device=terms.device)).sum() + 0.0
+        return fixed(terms.double(), bits).sum() + 0.0
 
     @staticmethod
     @once_differentiable

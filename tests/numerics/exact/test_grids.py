@@ -1,5 +1,6 @@
 """Grids: what is rounded to them adds up to the same bits in any order."""
 
+import math
 from fractions import Fraction
 
 import hypothesis
@@ -22,8 +23,30 @@ def test_no_partial_sum_can_leave_53_bits(length: int, extra: int) -> None:
 
 @hypothesis.given(st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=1, max_size=9), st.integers(-40, 3))
 def test_rounding_is_to_the_nearest_multiple_and_ties_go_to_even(values: list[float], step: int) -> None:
-    found = grids.onto(torch.tensor(values, dtype=torch.float64), torch.tensor(step)).tolist()
+    found = grids.onto(torch.tensor(values, dtype=torch.float64), grids.ROUND * 2.0**step).tolist()
     assert found == [float(round(Fraction(value) / Fraction(2) ** step) * Fraction(2) ** step) for value in values]
+
+
+@hypothesis.given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5), st.integers(3, 51)
+)
+def test_a_grid_lies_so_many_bits_below_the_largest_value(values: list[float], bits: int) -> None:
+    """Of any size: where the grid would be finer than 2^-1022 it is that, and what would need one beyond float64 is
+    undefined."""
+    x = torch.tensor(values, dtype=torch.float64)
+    size = grids.largest(x, 0)
+    step = max(Fraction(2) ** (max(math.frexp(float(size))[1], -1022) - bits), Fraction(2) ** -1022)
+    found = grids.relative(x, bits, size).tolist()
+    if 1.5 * 2**52 * step >= 2**1024:
+        assert all(map(math.isnan, found))
+    else:
+        assert found == [float(round(Fraction(value) / step) * step) for value in values]
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_grid_undefined(odd: float) -> None:
+    x = torch.tensor([1.0, odd], dtype=torch.float64)
+    assert grids.relative(x, 20, grids.largest(x, 0)).isnan().all()
 
 
 def test_a_rounded_product_is_exact_in_any_order() -> None:
