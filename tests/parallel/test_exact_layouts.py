@@ -9,7 +9,7 @@ import pytest
 
 from tests.exact_runs import differences, exact_steps
 from tests.parallel.layouts import Layout, full_product, pairwise
-from tests.parallel.outcomes import Pools, layout_job
+from tests.parallel.outcomes import Pools, Rows, layout_job
 from tests.parallel.test_layouts import (
     ADAPTED,
     ADAPTED_LAYOUTS,
@@ -25,6 +25,7 @@ from tests.parallel.test_layouts import (
 FULL = os.environ.get("EQUIGRAD_TEST_LAYOUTS") == "all"
 LAYOUTS = full_product() if FULL else pairwise()
 STEPS = 20 if FULL else 3
+GIVEN: list[Rows] = [*ROWS, *[[(9, 1), (3,)], [(), (10, 7)], [(17,), ()]] * 6]
 SINKS_LAYOUTS: list[Layout] = [
     {"tp": 2},
     {"cp": 2},
@@ -44,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]]
     def run(changes: dict[str, Any]) -> Any:
         key = repr(changes)
         if key not in known:
-            known[key] = exact_steps({}, changes, tmp_path_factory.mktemp("alone"), ROWS * 7, STEPS)
+            known[key] = exact_steps({}, changes, tmp_path_factory.mktemp("alone"), GIVEN, STEPS)
         return known[key]
 
     return run
@@ -52,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]]
 
 def check(workers: Pools, alone: Any, folder: Path, layout: Layout, changes: dict[str, Any]) -> None:
     pool = workers(layout_job(layout, **changes).layout.world_size)
-    for many in pool.run(exact_steps, layout, changes, folder, ROWS * 7, STEPS):
+    for many in pool.run(exact_steps, layout, changes, folder, GIVEN, STEPS):
         assert not differences(many, alone(changes))
 
 
