@@ -162,6 +162,7 @@ class Trainer:
             if self.grids is None or self.grids.end_step(self.world.largest):
                 return own, gradients, counts, probability
             self._drop_gradients()
+            del gradients  # or the next ones would lie beside them
             self.redone += 1
         raise RuntimeError(f"step {self.step + 1}: values leave their grids however far these are raised")
 
