@@ -30,6 +30,8 @@ def in_one_piece(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one piece. ``UserError`` where the folder cannot be written."""
+    if not path.name:
+        raise UserError(f"cannot write {path}: not a file's name")
     with writing(path), in_one_piece(path) as aside:
         aside.write_text(text, encoding="utf-8")
 

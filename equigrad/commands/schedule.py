@@ -40,7 +40,10 @@ def division_of(path: Path | None, overrides: Sequence[str], step: int) -> Divis
     """How a step of a job is divided. Tokenises the job's sources where the cache lacks them, as training does."""
     if step < 1:
         raise UserError(f"--step must be at least 1, not {step}")
-    job = resolve_weights(load_job(path, overrides))
+    job = load_job(path, overrides)
+    if step > job.train.steps:
+        raise UserError(f"train.steps is {job.train.steps}: there is no step {step}")
+    job = resolve_weights(job)
     tokenizer = build_tokenizer(job.data, Path("/nonexistent"))
     job = resolve_vocabulary(job, tokenizer)
     stream = Stream(job.data, job.batch, job.seed, tokenizer)

@@ -84,7 +84,7 @@ def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None
         "tokenizer": tokenizer.digest,
         "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
     }
-    world.agree(facts, "what they are to train")
+    world.agree(facts, "what they are to train", SharedUserError)
 
 
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:

@@ -8,6 +8,9 @@ from equigrad.config.base import Section
 
 ContextStrategy = Literal["ring", "ulysses"]
 
+MOST_THREADS = 4096
+"""CPU threads that a process may be asked to use: far more than there are cores, far less than would end it."""
+
 
 class Layout(Section):
     """World size = dp_replicate x dp_shard x cp x tp x pp; ep borrows ranks of dp_shard x cp."""
@@ -41,9 +44,9 @@ class Layout(Section):
     """Reduce gradients after every round of rows (less memory), else once per step (less communication)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; ``auto`` is CUDA where there is a GPU for each local rank, else the CPU."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     """CPU threads per process; by default ``$OMP_NUM_THREADS``, else the cores divided by the local processes."""
-    timeout_s: float = Field(600.0, gt=0)
+    timeout_s: float = Field(600.0, ge=1, le=1e7)
     """Seconds after which a collective that some rank never joins is an error."""
 
     @property

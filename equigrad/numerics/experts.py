@@ -286,10 +286,11 @@ def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """Whether the grouped product takes them: rows of whole 16 bytes, and, but for the CPU, bfloat16."""
+    """Whether the grouped product takes them: rows of whole 16 bytes, not of none, and, but for the CPU, bfloat16."""
     if not all(x.is_cpu or x.dtype == torch.bfloat16 for x in operands):
         return False
-    return all(size * x.element_size() % 16 == 0 for x in operands for size in x.shape[-2 + (x.ndim == 2) :])
+    sizes = ((size, x.element_size()) for x in operands for size in x.shape[-2 + (x.ndim == 2) :])
+    return all(size and size * width % 16 == 0 for size, width in sizes)
 
 
 def runs(ends: Tensor) -> Sequence[slice]:

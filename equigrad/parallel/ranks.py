@@ -65,11 +65,16 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     return value
 
 
-def agree(facts: Mapping[str, Any], what: str, group: dist.ProcessGroup | None = None) -> None:
+def agree(
+    facts: Mapping[str, Any],
+    what: str,
+    group: dist.ProcessGroup | None = None,
+    error: type[Exception] = RuntimeError,
+) -> None:
     """Check that named values (of JSON) are the same on every rank.
 
     One exchange of a few bytes a value; only where they differ do ranks exchange the values themselves. Raises
-    ``RuntimeError`` on every rank: which ranks differ, in which of ``facts``, and how.
+    ``error`` on every rank: which ranks differ, in which of ``facts``, and how.
     """
     _, size = rank_and_size(group)
     if size == 1:
@@ -81,7 +86,7 @@ def agree(facts: Mapping[str, Any], what: str, group: dist.ProcessGroup | None =
         return
     told = [f"{name}: {_differences(values)}" for name, values in _columns(gather(dict(facts), group)).items()
             if any(value != values[0] for value in values)]  # fmt: skip
-    raise RuntimeError(f"ranks disagree about {what}; " + "; ".join(told))
+    raise error(f"ranks disagree about {what}; " + "; ".join(told))
 
 
 def _digest(value: Any) -> bytes:

@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from equigrad.config.layout import Layout
+from equigrad.config.layout import MOST_THREADS, Layout
 from equigrad.errors import UserError
 from equigrad.parallel import failure
 from equigrad.parallel.collectives import ALONE, Axis
@@ -90,9 +90,9 @@ class World:
 
             dist.all_reduce(values, dist.ReduceOp.MAX)
 
-    def agree(self, facts: Mapping[str, Any], what: str) -> None:
+    def agree(self, facts: Mapping[str, Any], what: str, error: type[Exception] = RuntimeError) -> None:
         """Check that named values (of JSON) are the same on every rank; the error names ranks, value and difference."""
-        agree(facts, what, self.control)
+        agree(facts, what, self.control, error)
 
     def run_where(self, when: bool, action: Callable[[], Any]) -> Any:
         """Run ``action`` on the ranks where ``when`` holds, while the others wait, for days if need be.
@@ -117,18 +117,14 @@ class World:
 
 
 def start(layout: Layout) -> World:
-    """Join the process group and build the device mesh. ``UserError`` where the world does not fit the layout."""
+    """Join the process group and build the device mesh. ``UserError`` where the world does not fit the layout, or
+    another rank was started with other degrees."""
     env = process_env() or ProcessEnv(0, 1, 0, 1)
-    if env.world_size != layout.world_size:
-        raise SharedUserError(
-            f"layout {layout.describe()} does not fit the {env.world_size} processes that were started;"
-            " the product of the degrees must equal their number"
-        )
     local_size = max(1, env.local_world_size)
-    device = _device(layout, env.local_rank, local_size)
-    threads = layout.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, _cores() // local_size)
-    torch.set_num_threads(threads)
     if env.world_size == 1:
+        _check_size(layout, 1)
+        device = _device(layout, env.local_rank, local_size)
+        torch.set_num_threads(_threads(layout, local_size))
         return World(layout, 0, 1, 0, device, None)
     check_rendezvous()
     import torch.distributed as dist
@@ -139,6 +135,11 @@ def start(layout: Layout) -> World:
     store.set_timeout(timeout)
     if not launched():
         failure.watch(dist.PrefixStore("failure", store.clone()), env.rank, env.world_size)
+    # From here on the others hear of an error. Degrees first: process groups of other ranks would never come together.
+    _check_degrees(layout, env.rank, dist.PrefixStore("degrees", store))
+    _check_size(layout, env.world_size)
+    device = _device(layout, env.local_rank, local_size)
+    torch.set_num_threads(_threads(layout, local_size))
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=dist.PrefixStore("default_pg", store),
@@ -169,6 +170,29 @@ def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, A
     experts = mesh._unflatten("fsdp", (shape[2] // layout.ep, layout.ep), ("expert_fsdp", "ep"))
     axes["ep"] = Axis(experts.get_group("ep"), experts.get_local_rank("ep"), layout.ep)
     return mesh, axes, experts
+
+
+def _check_size(layout: Layout, processes: int) -> None:
+    if processes != layout.world_size:
+        raise SharedUserError(
+            f"layout {layout.describe()} does not fit the {processes} processes that were started;"
+            " the product of the degrees must equal their number"
+        )
+
+
+def _check_degrees(layout: Layout, rank: int, store: Store) -> None:
+    """``UserError`` on a rank whose degrees are not those of rank 0."""
+    store.set(str(rank), layout.describe())
+    first = store.get("0").decode()
+    if layout.describe() != first:
+        raise UserError(f"rank {rank} was started with layout {layout.describe()}, but rank 0 with {first}")
+
+
+def _threads(layout: Layout, local_size: int) -> int:
+    """Of this process. What is no number of threads in the environment is as good as nothing, as it is for OpenMP."""
+    given = os.environ.get("OMP_NUM_THREADS", "").strip()
+    asked = int(given) if given.isdecimal() and given.isascii() else 0
+    return layout.threads or min(asked, MOST_THREADS) or max(1, _cores() // local_size)
 
 
 def _cores() -> int:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ def _words(folder: Path, layout: dict[str, int]) -> list[str]:
     return ["train", str(file), "--run", str(folder / "run")]
 
 
-def _bare(words: list[str], fault: str, ranks: int = 2) -> list[tuple[int, str, float]]:
-    """Exit code, what was printed, and when it ended, of every rank."""
+def _bare(
+    words: list[str], fault: str, ranks: int = 2, own: Sequence[Sequence[str]] = ()
+) -> list[tuple[int, str, float]]:
+    """Exit code, what was printed, and when it ended, of every rank; ``own``: further words of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -34,7 +37,7 @@ def _bare(words: list[str], fault: str, ranks: int = 2) -> list[tuple[int, str, 
         env = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FAULT": fault}  # fmt: skip
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, PROGRAM, *words]
+        command = [sys.executable, PROGRAM, *words, *(own[rank] if own else ())]
         processes.append(subprocess.Popen(command, env=environment(env), **pipes))  # type: ignore[call-overload]
     ended: list[tuple[int, str, float]] = []
     try:
@@ -57,6 +60,18 @@ def test_ranks_without_a_launcher_end_with_the_cause(layout: dict[str, int], fau
     assert first[1].count(FAULT) == 1
     assert f"rank {rank} failed" in second[1]
     assert "lost its peers" not in first[1] + second[1]
+
+
+TP, DP, FOUR = (["--layout.tp", "2"], ["--layout.dp_shard", "2"], ["--layout.dp_shard", "4"])
+
+
+@pytest.mark.parametrize("own", [(TP, DP), (TP, FOUR), (FOUR, TP)], ids=str)
+def test_ranks_with_different_degrees_say_so_and_end(own: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    for code, told, _ in _bare(_words(tmp_path, {}), "", 2, own):
+        assert code == 2
+        assert "Traceback" not in told
+        assert "rank 1 was started with layout dp_replicate 1" in told or "does not fit the 2 processes" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_lose_one_without_a_word_end_too(tmp_path: Path) -> None:

@@ -181,6 +181,11 @@ def test_a_layout_of_experts_is_one_process(workers: Pools, alone: Any, tmp_path
     check(workers, alone, tmp_path, layout, SPARSE)
 
 
+def test_tensor_ranks_without_a_feature_of_the_experts(workers: Pools, alone: Any, tmp_path: Path) -> None:
+    narrow = {"model__experts": EXPERTS | {"moe_intermediate_size": 1}}
+    check(workers, alone, tmp_path, {"tp": 2, "dp_shard": 2, "ep": 2}, SPARSE | narrow)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

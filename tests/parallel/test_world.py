@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from equigrad.config.layout import Layout
+from equigrad.config.layout import MOST_THREADS, Layout
 from equigrad.errors import UserError
 from equigrad.parallel.environment import first_host, process_env
 from equigrad.parallel.placement import Placed, Placement, place
@@ -48,10 +48,21 @@ def test_first_host_of_a_nodelist(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
+@pytest.mark.parametrize("asked", ["", " ", "many", "-3", "0", "1,2", "99999999999999"])
+def test_a_number_of_threads_that_is_none_does_no_harm(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    try:
+        start(Layout())
+        assert 1 <= torch.get_num_threads() <= MOST_THREADS
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_world_that_does_not_fit_the_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(UserError, match=r"dp_replicate 1 x dp_shard 2 .* = 2 does not fit the 3 processes"):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UserError, match=r"dp_replicate 1 x dp_shard 2 .* = 2 does not fit the 1 processes"):
         start(Layout(dp_shard=2))
 
 
