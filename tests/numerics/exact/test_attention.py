@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from equigrad.numerics.exact import attention
-from equigrad.numerics.exact.attention import Attention, query_blocks
+from equigrad.numerics.exact import attention, context
+from equigrad.numerics.exact.attention import Attention
 from equigrad.numerics.exact.channels import Grids, Want
+from equigrad.numerics.exact.context import query_blocks
 from equigrad.numerics.exact.layers import LayerGrids
 from equigrad.numerics.row import Row
 
@@ -105,7 +106,7 @@ def test_what_is_computed_again_has_the_same_bits(monkeypatch: pytest.MonkeyPatc
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(6))
     expected = run(q, k, v, lengths, None, None, dout)
     monkeypatch.setattr(attention, "WORKING_BYTES", 0)
-    monkeypatch.setattr(attention, "_BLOCK", 32)
+    monkeypatch.setattr(context, "_BLOCK", 32)
     query_blocks.cache_clear()
     found = run(q, k, v, lengths, None, None, dout)
     query_blocks.cache_clear()
@@ -127,14 +128,14 @@ def test_longer_segments_than_sums_are_exact_for_are_refused() -> None:
         Attention.apply(q, k, v, None, Row.of((10,)), None, 9, None)
 
 
-@pytest.mark.parametrize("context", [1, 8, 4096, 131_072])
-def test_partial_sums_stay_below_53_bits(context: int) -> None:
+@pytest.mark.parametrize("most", [1, 8, 4096, 131_072])
+def test_partial_sums_stay_below_53_bits(most: int) -> None:
     for width, group in ((1, 1), (64, 7), (256, 16)):
-        budget = attention.Budget.of(width, context, group)
+        budget = attention.Budget.of(width, most, group)
         assert 2 * budget.width + math.ceil(math.log2(width)) <= 53
-        assert sum(budget.keys) + math.ceil(math.log2(context)) <= 53
-        assert budget.terms + math.ceil(math.log2(context + 1)) <= 53
-        assert sum(budget.queries) + math.ceil(math.log2(context * group)) <= 53
+        assert sum(budget.keys) + math.ceil(math.log2(most)) <= 53
+        assert budget.terms + math.ceil(math.log2(most + 1)) <= 53
+        assert sum(budget.queries) + math.ceil(math.log2(most * group)) <= 53
         assert min(budget.width, *budget.keys, *budget.queries) >= 15
         # Rounding by two additions wants operands below 2^51 of the grid.
         assert max(budget.width, *budget.keys, budget.terms, *budget.queries) <= 51
