@@ -23,21 +23,29 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def trajectory(steps: int = 4, kernels: bool = False, **changes: Any) -> list[dict[str, str]]:
-    """Of each step the loss, the norm, and the digest of all state; ``kernels``: Triton's, which its interpreter runs
-    on the CPU if TRITON_INTERPRET is set."""
+def trajectory(steps: int = 4, **changes: Any) -> list[dict[str, str]]:
+    """Of each step the loss, the norm, and the digest of all state."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(tiny_job(**JOB, **changes), Path(folder))
-        if kernels:
-            run_fused("triton")
         for _ in range(steps):
+            if "--triton" in sys.argv:
+                run_fused("triton")
             record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
             figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "balance_loss", "lr")}
             found.append(figures | {"state": digest(trainer.state())})
     return found
 
 
+def interpreted() -> list[dict[str, str]]:
+    """The first steps with the kernels for GPUs, which TRITON_INTERPRET lets run on a CPU. It takes its time for each
+    tile and call, whatever their size: so tiles are large, and a step is one row."""
+    from equigrad.numerics.exact.kernels import launch
+
+    launch.ELEMENTS, launch.ACROSS = 1 << 16, 1 << 8
+    return trajectory(2, batch__row_tokens=512)
+
+
 if __name__ == "__main__":
-    steps = trajectory(kernels="--triton" in sys.argv, numerics__compile="--compile" in sys.argv)
+    steps = interpreted() if "--triton" in sys.argv else trajectory(numerics__compile="--compile" in sys.argv)
     Path(sys.argv[1]).write_text(json.dumps(steps, indent=1) + "\n")

@@ -45,6 +45,12 @@ def exponent(x: Tensor) -> Tensor:
     return ((x.view(torch.int64) >> _EXPONENT_BITS) & 0x7FF) - (_BIAS - 1)
 
 
+def quotient(x: Tensor, n: float) -> Tensor:
+    """``x`` over a number, rounded once. Not ``x / n``: on CUDA, PyTorch multiplies by the reciprocal of a number, which
+    is rounded itself."""
+    return x / torch.full((), n, dtype=x.dtype, device=x.device)
+
+
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     """Horner's rule, the constant first."""
     y = torch.full_like(x, coefficients[-1])

@@ -82,7 +82,7 @@ def attend(
         _ATTEND, [product, q_power, k_power, v_power, *([] if sinks is None else [sinks])], [factors],
         [top, total, power], [scale, grid(terms), grid(bits), sinks is not None], [product.shape[-2], offset, window],
     )  # fmt: skip
-    return factors, top, total, power
+    return factors, top, total, power[:, :, :1]  # the group's heads see the same values
 
 
 # Backward. Places: the tile's queries and keys, its offset and window.

@@ -57,9 +57,18 @@ def short(x):
 
 
 @triton.jit
+def widened(x):
+    """To float64; of bfloat16 by its bits, of which Triton's interpreter loses those of subnormal numbers."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
+    else:
+        return x.to(tl.float64)
+
+
+@triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Rounded to a value type as PyTorch does: to bfloat16 by way of float32, and there by its bits, for Triton's
-    interpreter cuts them off."""
+    """Rounded to a value type as PyTorch does: to bfloat16 by way of float32, and there by its bits too, which
+    the interpreter cuts off."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

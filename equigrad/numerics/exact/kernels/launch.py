@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from equigrad.numerics.exact.grids import term_bits
-from equigrad.numerics.exact.kernels.jit import LOWEST, exponent, key_of, of_key, onto, rounded
+from equigrad.numerics.exact.kernels.jit import LOWEST, exponent, key_of, of_key, onto, rounded, widened
 
-_ELEMENTS, _ACROSS = 1024, 16
+ELEMENTS, ACROSS = 1024, 16
 """Of a tile; and its columns, where it is rows that lie side by side in memory."""
 _MOST_BLOCKS = 65_535
 """What CUDA allows in the second dimension of a grid."""
@@ -65,10 +65,10 @@ def launch(
     tensors = [x.expand(shape) for x in (*inputs, *each, *rows)]
     (length, steps), *kept = _collapsed(shape, [x.stride() for x in tensors], reduces or kernel.columns)
     sizes, count = tuple(size for size, _ in kept), math.prod(size for size, _ in kept)
-    columns = min(triton.next_power_of_2(length), _ELEMENTS)
+    columns = min(triton.next_power_of_2(length), ELEMENTS)
     if 0 < kept[0][1][0] < steps[0]:
-        columns = min(columns, _ACROSS)
-    height = min(triton.next_power_of_2(count), _ELEMENTS // columns)
+        columns = min(columns, ACROSS)
+    height = min(triton.next_power_of_2(count), ELEMENTS // columns)
     blocks = 1 if reduces else min(triton.cdiv(length, columns), _MOST_BLOCKS)
     views = [(x, tuple(own[n] for _, own in kept), step) for n, (x, step) in enumerate(zip(tensors, steps, strict=True))]
     ends = len(inputs), len(inputs) + len(each)
@@ -167,7 +167,7 @@ def _offset(view, row, column, sizes):
 def _loaded(views, row, column, inside, sizes):
     found = ()
     for n in tl.static_range(len(views)):
-        found += (tl.load(_offset(views[n], row, column, sizes), inside, other=0).to(tl.float64),)
+        found += (widened(tl.load(_offset(views[n], row, column, sizes), inside, other=0)),)
     return found
 
 

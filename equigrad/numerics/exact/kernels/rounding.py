@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equigrad.numerics.exact.grids import ROUND
-from equigrad.numerics.exact.kernels.jit import exponent, onto, power_of_two, rounded, shifted
+from equigrad.numerics.exact.kernels.jit import exponent, onto, power_of_two, rounded, shifted, widened
 from equigrad.numerics.exact.kernels.launch import Kernel, launch
 
 
@@ -137,7 +137,7 @@ def _sum(x, found, at, numbers):
 
 @triton.jit
 def _sum_of_rounded(x, found, at, numbers):
-    return (x[0] + rounded(x[1], numbers[0]).to(tl.float64),)
+    return (x[0] + widened(rounded(x[1], numbers[0])),)
 
 
 @triton.jit
