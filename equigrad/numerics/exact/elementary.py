@@ -46,8 +46,8 @@ def exponent(x: Tensor) -> Tensor:
 
 
 def quotient(x: Tensor, n: float) -> Tensor:
-    """``x`` over a number, rounded once. Not ``x / n``: on CUDA, PyTorch multiplies by the reciprocal of a number, which
-    is rounded itself."""
+    """``x`` over a number, rounded once. Not ``x / n``: on CUDA, PyTorch multiplies by the reciprocal of a number,
+    which is rounded itself."""
     return x / torch.full((), n, dtype=x.dtype, device=x.device)
 
 

@@ -152,7 +152,8 @@ def _product(x, found, at, numbers):
 
 
 _OF_QUERY, _OF_KEY = Kernel(largest=_times_power, each=_unit_of_query, row=power_of), Kernel(each=_unit_of_key)
-_FINISH, _SCALED, _DELTA = Kernel(each=_finished), Kernel(each=_scaled), Kernel(terms=_product, relative=True, row=itself)
+_FINISH, _SCALED = Kernel(each=_finished), Kernel(each=_scaled)
+_DELTA = Kernel(terms=_product, relative=True, row=itself)
 
 
 def of_query(ds: Tensor, k_power: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -71,9 +71,7 @@ def normed(x: Tensor, inverse: Tensor, weight: Tensor, zero_centred: bool) -> Te
     return out
 
 
-def norm_backward(
-    dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, zero_centred: bool
-) -> tuple[Tensor, Tensor]:
+def norm_backward(dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, zero_centred: bool) -> tuple[Tensor, Tensor]:
     dx, terms = like(x, torch.float32), like(x, torch.float64)
     numbers = [float(x.shape[-1]), 0.0, zero_centred]
     launch(_NORM_BACKWARD, [dy, x, inverse, weight], [dx, terms], numbers=numbers)

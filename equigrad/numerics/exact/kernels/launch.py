@@ -70,7 +70,7 @@ def launch(
         columns = min(columns, ACROSS)
     height = min(triton.next_power_of_2(count), ELEMENTS // columns)
     blocks = 1 if reduces else min(triton.cdiv(length, columns), _MOST_BLOCKS)
-    views = [(x, tuple(own[n] for _, own in kept), step) for n, (x, step) in enumerate(zip(tensors, steps, strict=True))]
+    views = [(x, tuple(own[n] for _, own in kept), steps[n]) for n, x in enumerate(tensors)]
     ends = len(inputs), len(inputs) + len(each)
     _kernel[(triton.cdiv(count, height), blocks)](
         tuple(views[: ends[0]]), tuple(views[ends[0] : ends[1]]), tuple(views[ends[1] :]),
