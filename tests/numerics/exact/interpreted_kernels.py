@@ -31,7 +31,7 @@ def test_every_kernel_has_a_case() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about what is not finite
 @pytest.mark.parametrize("function", CASES, ids=name)
 # Smaller cases of a failure would take the interpreter long to find.
-@hypothesis.settings(max_examples=16, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate])
 @hypothesis.given(data=st.data())
 def test_it_gives_the_bits_of_the_plain_function(function: Fused[Any, Any], data: st.DataObject) -> None:
     d = Drawn(data)

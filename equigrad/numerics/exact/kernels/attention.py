@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from equigrad.numerics.exact.kernels.jit import exp, exponent, larger, onto, power_of_two, shifted, short
-from equigrad.numerics.exact.kernels.launch import Kernel, launch
-from equigrad.numerics.exact.kernels.rounding import grid, itself, like, power_of
+from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
+from equigrad.numerics.exact.kernels.rounding import grid, itself, power_of
 
 
 @triton.jit
@@ -110,13 +110,13 @@ def terms(
     top: Tensor, total: Tensor, delta: Tensor, scale: float, offset: int, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = [x.flatten(2, 3).mT for x in (product, dproduct, q_power, k_power, v_power, d_power, top, total, delta)]
-    outs = like(product, torch.float32), like(product, torch.float32)
-    sizes = [product.new_empty(*product.shape[:2], product.shape[-1]) for _ in outs]
+    p, ds = like(product, torch.float32), like(product, torch.float32)
+    of_p, of_ds = (product.new_empty(*product.shape[:2], product.shape[-1]) for _ in range(2))
     launch(
-        _TERMS, inputs, [out.flatten(2, 3).mT for out in outs], [size.unsqueeze(-1) for size in sizes],
+        _TERMS, inputs, [out.flatten(2, 3).mT for out in (p, ds)], [size.unsqueeze(-1) for size in (of_p, of_ds)],
         [scale], [*product.shape[-2:], offset, window],
     )  # fmt: skip
-    return *outs, *sizes
+    return p, ds, of_p, of_ds
 
 
 @triton.jit
@@ -151,33 +151,16 @@ def _product(x, found, at, numbers):
     return (x[0] * x[1],)
 
 
-_OF_QUERY, _OF_KEY = Kernel(largest=_times_power, each=_unit_of_query, row=power_of), Kernel(each=_unit_of_key)
-_FINISH, _SCALED = Kernel(each=_finished), Kernel(each=_scaled)
+_OF_QUERY = Kernel(largest=_times_power, each=_unit_of_query, row=power_of)
 _DELTA = Kernel(terms=_product, relative=True, row=itself)
+of_key = elementwise(_unit_of_key, 0, dtype=torch.float64)
+finish, scaled = elementwise(_finished, 0), elementwise(_scaled, 0)
 
 
 def of_query(ds: Tensor, k_power: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     units, power = like(ds, torch.float64), like(ds[..., :1], torch.float64)
     launch(_OF_QUERY, [ds, k_power], [units], [power], [grid(bits)])
     return units, power
-
-
-def of_key(ds: Tensor, q_power: Tensor, size: Tensor, bits: int) -> Tensor:
-    out = like(ds, torch.float64)
-    launch(_OF_KEY, [ds, q_power, size], [out], numbers=[bits])
-    return out
-
-
-def finish(sums: Tensor, power: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    out = like(sums, dtype)
-    launch(_FINISH, [sums, power, total], [out])
-    return out
-
-
-def scaled(sums: Tensor, power: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    out = like(sums, dtype)
-    launch(_SCALED, [sums, power], [out], numbers=[scale])
-    return out
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from equigrad.numerics.exact.kernels.jit import exp, log, shifted, short
-from equigrad.numerics.exact.kernels.launch import Kernel, launch
-from equigrad.numerics.exact.kernels.rounding import grid, itself, like
+from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
+from equigrad.numerics.exact.kernels.rounding import grid, itself
 
 
 @triton.jit
@@ -35,7 +35,8 @@ def _error(x, found, at, numbers):
 
 
 _TOP, _SUM = Kernel(largest=_logit, row=itself), Kernel(terms=_term, row=itself)
-_LOSS, _ERRORS = Kernel(each=_loss), Kernel(each=_error, columns=True)
+_ERRORS = Kernel(each=_error, columns=True)
+loss = elementwise(_loss, 0, dtype=torch.float32)
 
 
 def top(logits: Tensor) -> Tensor:
@@ -48,12 +49,6 @@ def sum_of(logits: Tensor, top: Tensor, bits: int) -> Tensor:
     out = like(logits[:, :1], torch.float64)
     launch(_SUM, [logits, top], rows=[out], numbers=[grid(bits)])
     return out.squeeze(1)
-
-
-def loss(top: Tensor, total: Tensor, label: Tensor) -> Tensor:
-    out = like(top, torch.float32)
-    launch(_LOSS, [top, total, label], [out])
-    return out
 
 
 def errors(logits: Tensor, top: Tensor, total: Tensor, label: Tensor, here: Tensor, dloss: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equigrad.numerics.exact.kernels.jit import short, sigmoid, sqrt
-from equigrad.numerics.exact.kernels.launch import Kernel, launch
-from equigrad.numerics.exact.kernels.rounding import VALUE, like
+from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
 
 # Norms. Numbers: the width, epsilon, and whether the weight is around zero.
 
@@ -135,45 +134,9 @@ def _times_sigmoid_backward(x, found, at, numbers):
     return dy * open_ + 0.0, short(dy * unit) * slope + 0.0
 
 
-_OPENED, _OPENED_BACKWARD = Kernel(each=_opened), Kernel(each=_opened_backward)
-_CLAMPED, _CLAMPED_BACKWARD = Kernel(each=_clamped), Kernel(each=_clamped_backward)
-_TIMES_SIGMOID, _TIMES_SIGMOID_BACKWARD = Kernel(each=_times_sigmoid), Kernel(each=_times_sigmoid_backward)
-
-
-def opened(unit: Tensor, gate: Tensor) -> Tensor:
-    out = like(unit, unit.dtype)
-    launch(_OPENED, [unit, gate], [out])
-    return out
-
-
-def opened_backward(dy: Tensor, unit: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    dunit, dgate = like(unit, unit.dtype), like(unit, unit.dtype)
-    launch(_OPENED_BACKWARD, [dy, unit, gate], [dunit, dgate])
-    return dunit, dgate
-
-
-def clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    out = like(gate, gate.dtype)
-    launch(_CLAMPED, [gate, up], [out], numbers=[alpha, limit])
-    return out
-
-
-def clamped_backward(dy: Tensor, gate: Tensor, up: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
-    dgate, dup = like(gate, gate.dtype), like(up, up.dtype)
-    launch(_CLAMPED_BACKWARD, [dy, gate, up], [dgate, dup], numbers=[alpha, limit])
-    return dgate, dup
-
-
-def times_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    out = like(x, x.dtype)
-    launch(_TIMES_SIGMOID, [x, gate], [out])
-    return out
-
-
-def times_sigmoid_backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dgate = like(x, x.dtype), like(gate, gate.dtype)
-    launch(_TIMES_SIGMOID_BACKWARD, [dy, x, gate], [dx, dgate])
-    return dx, dgate
+opened, opened_backward = elementwise(_opened, 0), elementwise(_opened_backward, 1, 1)
+clamped, clamped_backward = elementwise(_clamped, 0), elementwise(_clamped_backward, 1, 2)
+times_sigmoid, times_sigmoid_backward = elementwise(_times_sigmoid, 0), elementwise(_times_sigmoid_backward, 1, 2)
 
 
 # Rotary positions. The number: the sign of the angle.
@@ -196,6 +159,5 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     (a, b, rest), (first, second, kept) = x.split(sizes, -1), out.split(sizes, -1)
     if half:
         launch(_ROTATED, [a, b, cos[:, None], sin[:, None]], [first, second], numbers=[sign])
-    if rest.numel():
-        launch(VALUE, [rest], [kept])
+    torch.add(rest, 0.0, out=kept)
     return out

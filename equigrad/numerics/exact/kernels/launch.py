@@ -9,7 +9,7 @@ Sizes of tiles are guesses, not yet measured on a GPU.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,27 @@ def launch(
         sizes, count, length, tuple(places), term_bits(shape[-1]), *kernel[:-1], tuple(numbers), height, columns,
         enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of that shape, without values."""
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def elementwise(body: Any, *outputs: int, dtype: torch.dtype | None = None) -> Callable[..., Any]:
+    """A function of tensors and numbers that computes ``body`` at each element. ``outputs``: the tensors whose shapes
+    and types its results have; or their type is ``dtype``, or the one that is among the arguments."""
+    kernel = Kernel(each=body)
+
+    def run(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        numbers = [x for x in args if not isinstance(x, Tensor | torch.dtype)]
+        own = next((x for x in args if isinstance(x, torch.dtype)), dtype)
+        outs = [like(tensors[n], own or tensors[n].dtype) for n in outputs]
+        launch(kernel, tensors, outs, numbers=numbers)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    return run
 
 
 def _collapsed(

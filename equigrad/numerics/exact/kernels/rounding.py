@@ -7,7 +7,7 @@ from torch import Tensor
 
 from equigrad.numerics.exact.grids import ROUND
 from equigrad.numerics.exact.kernels.jit import exponent, onto, power_of_two, rounded, shifted, widened
-from equigrad.numerics.exact.kernels.launch import Kernel, launch
+from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
 
 
 @triton.jit
@@ -56,17 +56,12 @@ def power_of(found, numbers):
 
 
 _RELATIVE = Kernel(largest=_size, each=_below_size)
-_RELATIVE_TO = Kernel(each=_below_given_size)
 _LARGEST = Kernel(largest=_size, row=itself)
 _ONTO_CHANNELS = Kernel(largest=_size_and_shifted, row=itself)
-_ONTO = Kernel(each=_shifted)
 _UNIT = Kernel(largest=_size, each=_unit, row=power_of)
-_COARSER = Kernel(each=_shifted_by_number)
-
-
-def like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor of that shape, without values."""
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+onto_size = elementwise(_below_given_size, 0, dtype=torch.float64)
+_coarser = elementwise(_shifted_by_number, 0, dtype=torch.float64)
+onto_known = elementwise(_shifted, 0, dtype=torch.float64)
 
 
 def grid(bits: int) -> float:
@@ -86,12 +81,6 @@ def to_columns(x: Tensor, bits: int) -> Tensor:
     return out
 
 
-def onto_size(x: Tensor, bits: int, size: Tensor) -> Tensor:
-    out = like(x, torch.float64)
-    launch(_RELATIVE_TO, [x, size], [out], numbers=[bits])
-    return out
-
-
 def largest(x: Tensor, dim: int) -> Tensor:
     size = like(x.narrow(dim, 0, 1), torch.float64)
     launch(_LARGEST, [x.transpose(dim, -1)], rows=[size.transpose(dim, -1)])
@@ -104,12 +93,6 @@ def onto_channels(x: Tensor, large: Tensor) -> tuple[Tensor, Tensor]:
     return out, seen
 
 
-def onto_known(x: Tensor, large: Tensor) -> Tensor:
-    out = like(x, torch.float64)
-    launch(_ONTO, [x, large], [out])
-    return out
-
-
 def unit(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     out, power = like(x, torch.float64), like(x[..., :1], torch.float64)
     launch(_UNIT, [x], [out], [power], numbers=[grid(bits)])
@@ -117,9 +100,7 @@ def unit(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def coarser(x: Tensor, bits: int) -> Tensor:
-    out = like(x, torch.float64)
-    launch(_COARSER, [x], [out], numbers=[grid(bits)])
-    return out
+    return _coarser(x, grid(bits))
 
 
 # From sums to values. A sum that is zero has no sign.
@@ -145,31 +126,14 @@ def _scaled(x, found, at, numbers):
     return (x[0] * numbers[0] + 0.0,)
 
 
-VALUE, _FINISH, _PLUS, _SCALED = (Kernel(each=body) for body in (_value, _sum, _sum_of_rounded, _scaled))
+value, scaled = elementwise(_value, 0), elementwise(_scaled, 0)
+_finish, _plus = elementwise(_sum, 0), elementwise(_sum_of_rounded, 0)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
-def value(x: Tensor, dtype: torch.dtype) -> Tensor:
-    out = like(x, dtype)
-    launch(VALUE, [x], [out])
-    return out
-
-
 def finish(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if bias is None:
-        return value(total, dtype)
-    out = like(total, dtype)
-    launch(_FINISH, [total, bias], [out])
-    return out
+    return value(total, dtype) if bias is None else _finish(total, bias, dtype)
 
 
 def plus(y: Tensor, x: Tensor) -> Tensor:
-    out = like(y, y.dtype)
-    launch(_PLUS, [y, x], [out], numbers=[_TYPES[y.dtype]])
-    return out
-
-
-def scaled(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    out = like(total, dtype)
-    launch(_SCALED, [total], [out], numbers=[scale])
-    return out
+    return _plus(y, x, _TYPES[y.dtype])
