@@ -12,7 +12,10 @@ from tests.jobs import environment
 
 HERE = Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is made for Linux only")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is made for Linux only"),
+    pytest.mark.timeout(900),
+]
 
 
 def passes(file: str, env: dict[str, str]) -> None:

@@ -74,8 +74,8 @@ def launch(
     ends = len(inputs), len(inputs) + len(each)
     _kernel[(triton.cdiv(count, height), blocks)](
         tuple(views[: ends[0]]), tuple(views[ends[0] : ends[1]]), tuple(views[ends[1] :]),
-        sizes, count, length, tuple(places), term_bits(shape[-1]), *kernel[:-1], tuple(numbers), height, columns,
-        enable_fp_fusion=False,
+        sizes, count, length, tuple(places), term_bits(length), *kernel[:-1], tuple(numbers), height, columns,
+        enable_fp_fusion=False,  # see ``jit``
     )  # fmt: skip
 
 
