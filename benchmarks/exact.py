@@ -20,7 +20,7 @@ pin_threads(OPTIONS.threads)
 
 import torch  # noqa: E402
 
-from equigrad.numerics.exact.fused import compile_fused  # noqa: E402
+from equigrad.numerics.exact.fused import run_fused  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
 
@@ -40,7 +40,7 @@ def step_of(trainer: Trainer) -> Callable[[], Any]:
     stop = StopRequest()
 
     def step() -> None:
-        compile_fused(trainer.job.numerics.compile)  # which is one switch for the whole process
+        run_fused("compiled" if trainer.job.numerics.compile else "plain")  # which is one switch for the whole process
         trainer.update(trainer.stream.next_batch(), stop)
 
     return step

@@ -62,7 +62,10 @@ OPTIONAL = {
     "triton",
     "flash_attn",
 }
+NEEDS_TRITON = "numerics/exact/kernels"
+"""Imported where a GPU is used, by ``exact.fused``; not with any module but its own."""
 CUDA = {
+    "numerics/exact/fused.py": "functions are run by device",
     "config/layout.py": "the device is the user's choice",
     "parallel/world.py": "here a rank gets its device",
     "numerics/attention.py": "kernels are chosen by device",
@@ -155,9 +158,16 @@ def test_no_optional_dependency_is_imported_with_a_module() -> None:
         f"{file.relative_to(ROOT)}:{line} imports {name}"
         for file in FILES
         for line, name in imports(file, everywhere=False)
-        if room(name) in OPTIONAL or name == "torch.utils.tensorboard"
+        if (room(name) in OPTIONAL or name == "torch.utils.tensorboard")
+        and not (room(name) == "triton" and file.is_relative_to(ROOT / NEEDS_TRITON))
     ]
     assert found == []
+
+
+def test_kernels_are_imported_with_no_other_module() -> None:
+    name = f"equigrad.{NEEDS_TRITON.replace('/', '.')}"
+    outside = [file for file in FILES if not file.is_relative_to(ROOT / NEEDS_TRITON)]
+    assert not [f for f in outside if any(n.startswith(name) for _, n in imports(f, everywhere=False))]
 
 
 def test_every_module_imports_where_no_extra_is_installed() -> None:
@@ -172,7 +182,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import equigrad
 for found in pkgutil.walk_packages(equigrad.__path__, "equigrad."):
-    if not found.name.endswith("__main__"):
+    if not found.name.endswith("__main__") and "{NEEDS_TRITON.replace("/", ".")}." not in found.name:
         importlib.import_module(found.name)
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def replay(folder: Path, env: dict[str, str], *words: str) -> list[dict[str, str
 @pytest.mark.parametrize("machine", RUNNABLE)
 def test_it_is_the_same_under_any_instruction_set(tmp_path: Path, machine: str, threads: str) -> None:
     assert replay(tmp_path, MACHINES[machine] | {"OMP_NUM_THREADS": threads}) == GOLDEN
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is made for Linux only")
+def test_it_is_the_same_with_the_kernels_for_gpus(tmp_path: Path) -> None:
+    assert replay(tmp_path, {"TRITON_INTERPRET": "1"}, "--triton") == GOLDEN[:2]
 
 
 @pytest.mark.timeout(900)

@@ -15,5 +15,5 @@ class Numerics(Section):
     """Operands of matrix products and attention. Parameters, residual stream, norms
     and the softmax of the loss stay in float32; the logits are such products, rounded to ``dtype``."""
     compile: bool = False
-    """Compile every block with ``torch.compile`` (needs a C++ compiler on CPU); in exact numerics what is elementwise,
-    which does not change its bits."""
+    """Compile every block with ``torch.compile`` (needs a C++ compiler on CPU). In exact numerics it is what is
+    elementwise that is compiled, on CPUs, or run by Triton's kernels, on GPUs, which changes no bits."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from equigrad.numerics.exact.elementary import quotient
 from equigrad.numerics.ops import Ops
 
 _MOST = 13
@@ -14,4 +15,4 @@ def language_model(token_loss: Tensor, ops: Ops, normaliser: int) -> Tensor:
     ``token_loss`` [n] float32 is the cross-entropy of each token in the loss (a token that is not never gets here), and
     ``normaliser`` is their number over the *whole* step: all rows of all ranks. Shares add up to the mean.
     """
-    return ops.total(token_loss / normaliser, _MOST)
+    return ops.total(quotient(token_loss, normaliser), _MOST)

@@ -63,8 +63,9 @@ def _squares(x: Tensor, limit: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 @fused
 def _adamw(
     parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor,
-    beta1: float, beta2: float, rate: float, decay: float, root: float, eps: float,
+    beta1: float, beta2: float, rate: float, decay: float, root: Tensor, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``root``: a tensor, for what is divided by it (``elementary.quotient``)."""
     m = first.double() * beta1 + gradient * (1 - beta1)
     v = second.double() * beta2 + (gradient * gradient) * (1 - beta2)
     m, v = m.float(), v.float()
@@ -90,7 +91,8 @@ class ExactAdamW(AdamW):
             decay = 1 - lr * self.config.weight_decay if self._decays[name] else 1.0
             first, second = (self._moments[moment][name] for moment in MOMENTS)
             new = _adamw(
-                placed.tensor, gradients[name].tensor, first, second, beta1, beta2, rate, decay, root, self.config.eps
-            )
+                placed.tensor, gradients[name].tensor, first, second,
+                beta1, beta2, rate, decay, placed.tensor.new_full((), root), self.config.eps,
+            )  # fmt: skip
             for kept, value in zip((placed.tensor, first, second), new, strict=True):
                 kept.copy_(value)

@@ -27,6 +27,8 @@ _ATANH = [1 / (2 * n + 1) for n in range(12)]
 
 EXPONENT_BITS, EXPONENT_FIELD, _BIAS = 52, 0x7FF, 1023
 _LARGEST_ANGLE = 2.0**24
+_ROOT = (2 / 3, 17 / 48)
+"""Slope and start of the line that is near square roots of numbers in [1/4, 1)."""
 
 
 def power_of_two(n: Tensor) -> Tensor:
@@ -41,6 +43,12 @@ def exponent(x: Tensor) -> Tensor:
     """The smallest e with ``|x| < 2^e``, int64; -1022 where x is zero or less than 2^-1022, 1025 where it is not
     finite."""
     return ((x.view(torch.int64) >> EXPONENT_BITS) & EXPONENT_FIELD) - (_BIAS - 1)
+
+
+def quotient(x: Tensor, n: float) -> Tensor:
+    """``x`` over a number, rounded once. Not ``x / n``: on CUDA, PyTorch multiplies by the reciprocal of a number,
+    which is rounded itself."""
+    return x / torch.full((), n, dtype=x.dtype, device=x.device)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -76,7 +84,7 @@ def sqrt(x: Tensor) -> Tensor:
     half = (exponent(x) + 1) >> 1
     rest = x * power_of_two(-2 * half)
     # Within 1/24 of the root of a number in [1/4, 1); Heron's steps square that error four times.
-    root = rest * (2 / 3) + 17 / 48
+    root = rest * _ROOT[0] + _ROOT[1]
     for _ in range(4):
         root = (root + rest / root) * 0.5
     return torch.where(x == 0, 0.0, root * power_of_two(half))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from equigrad.numerics.deferred import weight_gradient
-from equigrad.numerics.exact.elementary import sigmoid, sqrt
+from equigrad.numerics.exact.elementary import quotient, sigmoid, sqrt
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import sum_last
 from equigrad.numerics.exact.layers import LayerGrids
@@ -27,7 +27,7 @@ def short(x: Tensor) -> Tensor:
 @fused
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     x = x.double()
-    return (1 / sqrt(sum_last(x * x) / x.shape[-1] + eps)).float()
+    return (1 / sqrt(quotient(sum_last(x * x), x.shape[-1]) + eps)).float()
 
 
 @fused
@@ -42,7 +42,7 @@ def _norm_backward(dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, zero_
     dy, inverse = dy.double(), inverse.double()
     unit = short(x.double() * inverse)
     g = short(dy * (weight + 1 if zero_centred else weight))
-    mean = short(sum_last(g * unit) / unit.shape[-1])
+    mean = short(quotient(sum_last(g * unit), unit.shape[-1]))
     return (inverse * (g - unit * mean) + 0.0).float(), dy * unit
 
 

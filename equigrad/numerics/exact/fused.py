@@ -1,29 +1,37 @@
-"""Elementwise work as one pass over memory, where a compiler is present.
+"""Elementwise work as one pass over memory: compiled on CPUs where a compiler is present, by kernels on GPUs.
 
-What is marked ``fused`` is a function of tensors that gives the same bits compiled and not: every element is computed
-by IEEE operations alone, or by reductions that have no order. So whether it is compiled is a question of speed only,
-and one of the whole process.
+What is marked ``fused`` is a function of tensors that gives the same bits whichever way it is run: every element is
+computed by IEEE operations alone, or by reductions that have no order. So the way is a question of speed only, and one
+of the whole process.
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from importlib.util import find_spec
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Way = Literal["plain", "compiled", "triton"]
 
-_compiled = False
+_way: Way = "plain"
 _VARIANTS = 64
 """A function is compiled anew for other types, for other strides, and where a size is one or divides another."""
 
 
-def compile_fused(now: bool) -> None:
-    """Whether ``fused`` functions are compiled from now on; needs a C++ compiler on the CPU."""
-    global _compiled
-    _compiled = now
-    if now:
+def run_fused(way: Way) -> None:
+    """How ``fused`` functions are run from now on.
+
+    plain:    as they are written
+    compiled: by ``torch.compile``, for the CPU; needs a C++ compiler. Not for GPUs, for which a compiler contracts
+              products into sums
+    triton:   by the kernels of ``exact.kernels``, those that have one, for CUDA; needs Triton
+    """
+    global _way
+    _way = way
+    if way == "compiled":
         from torch._inductor import config
 
         # What environment variables may have switched on would change bits.
@@ -33,23 +41,41 @@ def compile_fused(now: bool) -> None:
         torch._dynamo.config.accumulated_recompile_limit = max(
             torch._dynamo.config.accumulated_recompile_limit, 64 * _VARIANTS
         )
+    if way == "triton":
+        from equigrad.numerics.exact.kernels.table import KERNELS
+
+        for function, kernel in KERNELS.items():
+            function.kernel = kernel
+
+
+def one_pass(device: torch.device) -> Way:
+    """The way that takes one pass over the memory of a device, if there is one."""
+    if device.type == "cuda":
+        return "triton" if find_spec("triton") else "plain"
+    return "compiled" if device.type == "cpu" else "plain"
 
 
 class Fused(Generic[P, R]):
-    """A function that is compiled at its first call after ``compile_fused``."""
+    """A function that is run as ``run_fused`` says.
+
+    kernel: the same function for Triton, if there is one
+    """
 
     def __init__(self, plain: Callable[P, R]) -> None:
         self.plain = plain
+        self.kernel: Callable[P, R] | None = None
         self.__doc__, self.__name__ = plain.__doc__, plain.__name__
-        self._fast: Callable[P, R] | None = None
+        self._compiled: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Nothing to compute needs no compiler, which does not know every reduction over nothing.
-        if not _compiled or any(_is_empty(x) for x in args):
+        # Nothing to compute needs no compiler, which does not know every reduction over nothing, and no kernel.
+        if _way == "plain" or any(_is_empty(x) for x in args):
             return self.plain(*args, **kwargs)
-        if self._fast is None:
-            self._fast = torch.compile(self.plain, dynamic=True, fullgraph=True)
-        return self._fast(*args, **kwargs)
+        if _way == "triton":
+            return (self.kernel or self.plain)(*args, **kwargs)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.plain, dynamic=True, fullgraph=True)
+        return self._compiled(*args, **kwargs)
 
 
 def fused(function: Callable[P, R]) -> Fused[P, R]:

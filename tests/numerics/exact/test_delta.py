@@ -18,7 +18,7 @@ from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.exact import delta
 from equigrad.numerics.exact.channels import Grids, Want
-from equigrad.numerics.exact.fused import compile_fused
+from equigrad.numerics.exact.fused import run_fused
 from equigrad.numerics.exact.grids import ROUND, term_bits
 from equigrad.numerics.exact.layers import LayerGrids
 from equigrad.numerics.exact.ops import ExactOps
@@ -83,9 +83,9 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 @pytest.fixture
 def compiled() -> Iterator[None]:
-    compile_fused(True)
+    run_fused("compiled")
     yield
-    compile_fused(False)
+    run_fused("plain")
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 100])
