@@ -60,9 +60,14 @@ def onto(x: Tensor, large: Tensor | float) -> Tensor:
     return (x + large) - large
 
 
+def large_of(bits: int) -> float:
+    """What rounds to multiples of 2^-bits."""
+    return ROUND * 2.0**-bits  # of two, any pow is exact
+
+
 def fixed(x: Tensor, bits: int) -> Tensor:
     """``x`` float64, below 1, rounded to multiples of 2^-bits."""
-    return onto(x, ROUND * 2.0**-bits)  # of two, any pow is exact
+    return onto(x, large_of(bits))
 
 
 def largest(x: Tensor, dim: int) -> Tensor:

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equigrad.numerics.exact.grids import large_of
 from equigrad.numerics.exact.kernels.jit import exp, exponent, larger, onto, power_of_two, shifted, short
 from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
-from equigrad.numerics.exact.kernels.rounding import grid, itself, power_of
+from equigrad.numerics.exact.kernels.rounding import itself, power_of
 
 
 @triton.jit
@@ -80,7 +81,8 @@ def attend(
     top = like(total, torch.float32)
     launch(
         _ATTEND, [product, q_power, k_power, v_power, *([] if sinks is None else [sinks])], [factors],
-        [top, total, power], [scale, grid(terms), grid(bits), sinks is not None], [product.shape[-2], offset, window],
+        [top, total, power], [scale, large_of(terms), large_of(bits), sinks is not None],
+        [product.shape[-2], offset, window],
     )  # fmt: skip
     return factors, top, total, power[:, :, :1]  # the group's heads see the same values
 
@@ -159,7 +161,7 @@ finish, scaled = elementwise(_finished, 0), elementwise(_scaled, 0)
 
 def of_query(ds: Tensor, k_power: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     units, power = like(ds, torch.float64), like(ds[..., :1], torch.float64)
-    launch(_OF_QUERY, [ds, k_power], [units], [power], [grid(bits)])
+    launch(_OF_QUERY, [ds, k_power], [units], [power], [large_of(bits)])
     return units, power
 
 

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equigrad.numerics.exact.grids import large_of
 from equigrad.numerics.exact.kernels.jit import exp, log, shifted, short
 from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
-from equigrad.numerics.exact.kernels.rounding import grid, itself
+from equigrad.numerics.exact.kernels.rounding import itself
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def top(logits: Tensor) -> Tensor:
 
 def sum_of(logits: Tensor, top: Tensor, bits: int) -> Tensor:
     out = like(logits[:, :1], torch.float64)
-    launch(_SUM, [logits, top], rows=[out], numbers=[grid(bits)])
+    launch(_SUM, [logits, top], rows=[out], numbers=[large_of(bits)])
     return out.squeeze(1)
 
 

@@ -19,7 +19,7 @@ _LOG2_E, _LN2 = tl.constexpr(elementary._LOG2_E), tl.constexpr(elementary._LN2_W
 _LN2_FIRST, _LN2_REST = (tl.constexpr(part) for part in elementary._LN2)
 _SQRT_HALF = tl.constexpr(elementary._SQRT_HALF)
 _ROOT_SLOPE, _ROOT_START = (tl.constexpr(c) for c in elementary._ROOT)
-_BITS, _BIAS = tl.constexpr(elementary._EXPONENT_BITS), tl.constexpr(elementary._BIAS)
+_BITS, _BIAS = tl.constexpr(elementary.EXPONENT_BITS), tl.constexpr(elementary._BIAS)
 _SIGNLESS = tl.constexpr(2**63 - 1)
 LOWEST = tl.constexpr(-(2**63))
 """Below the key of every number."""

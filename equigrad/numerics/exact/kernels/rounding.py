@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equigrad.numerics.exact.grids import ROUND
+from equigrad.numerics.exact.grids import large_of
 from equigrad.numerics.exact.kernels.jit import exponent, onto, power_of_two, rounded, shifted, widened
 from equigrad.numerics.exact.kernels.launch import Kernel, elementwise, launch, like
 
@@ -64,11 +64,6 @@ _coarser = elementwise(_shifted_by_number, 0, dtype=torch.float64)
 onto_known = elementwise(_shifted, 0, dtype=torch.float64)
 
 
-def grid(bits: int) -> float:
-    """What rounds to multiples of 2^-bits when it is added and subtracted."""
-    return ROUND * 2.0**-bits
-
-
 def to_rows(x: Tensor, bits: int) -> Tensor:
     out = like(x, torch.float64)
     launch(_RELATIVE, [x], [out], numbers=[bits])
@@ -95,12 +90,12 @@ def onto_channels(x: Tensor, large: Tensor) -> tuple[Tensor, Tensor]:
 
 def unit(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     out, power = like(x, torch.float64), like(x[..., :1], torch.float64)
-    launch(_UNIT, [x], [out], [power], numbers=[grid(bits)])
+    launch(_UNIT, [x], [out], [power], numbers=[large_of(bits)])
     return out, power.squeeze(-1)
 
 
 def coarser(x: Tensor, bits: int) -> Tensor:
-    return _coarser(x, grid(bits))
+    return _coarser(x, large_of(bits))
 
 
 # From sums to values. A sum that is zero has no sign.
