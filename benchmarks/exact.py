@@ -20,6 +20,7 @@ pin_threads(OPTIONS.threads)
 
 import torch  # noqa: E402
 
+from equigrad.numerics.exact import grids  # noqa: E402
 from equigrad.numerics.exact.fused import run_fused  # noqa: E402
 from equigrad.parallel.stop import StopRequest  # noqa: E402
 from equigrad.trainer import Trainer  # noqa: E402
@@ -89,6 +90,26 @@ def profile(hidden: int, context: int, folder: Path) -> dict[str, float]:
     total = sum(event.self_cpu_time_total for event in averages)
     largest = sorted(averages, key=lambda event: -event.self_cpu_time_total)[:20]
     return {event.key: round(event.self_cpu_time_total / total, 4) for event in largest}
+
+
+def rounding_of_weights(hidden: int, context: int, folder: Path) -> dict[str, float]:
+    """The share of a compiled exact step in which weights are put onto their grids, once for each row and pass: what
+    keeping them rounded for the whole step would save, at 16 bytes a parameter."""
+    full_length_samples(folder, context)
+    trainer = make_trainer(hidden, context, SIDES["exact, compiled"], folder)
+    matrices = [placed.tensor for placed in trainer.parameters.values() if placed.tensor.ndim == 2]
+
+    def round_all() -> None:
+        for _ in range(OPTIONS.tokens // context):
+            for matrix in matrices:
+                grids.rows(matrix, 20)
+                grids.columns(matrix, 20)
+
+    seconds = interleaved({"rounding": round_all, "step": step_of(trainer)}, OPTIONS.rounds)
+    trainer.checkpointer.close()
+    share = ratio(seconds["rounding"], seconds["step"])
+    show(f"hidden {hidden}, rows of {context}: rounding of weights / step", share, 3)
+    return share
 
 
 def _peak(hidden: int, context: int, numerics: dict[str, Any], folder: Path, answer: Any) -> None:
@@ -184,6 +205,7 @@ def main() -> None:
             )
             print(f"hidden {hidden}: MB at the peak {found}")
         result["profile"] = profile(512, 512, folder)
+        result["rounding_of_weights"] = rounding_of_weights(512, 512, folder)
         result["accuracy"] = accuracy(128, 512, folder)
     write(OPTIONS.json, result)
 
