@@ -63,7 +63,8 @@ def matrix(d: Drawn) -> tuple[Any, ...]:
 
 def sized(d: Drawn) -> tuple[Any, ...]:
     x, bits = matrix(d)
-    return x, bits, d.tensor((*x.shape[:-1], 1) if d.one(True, False) else (*x.shape[:-2], 1, x.shape[-1]), DOUBLE)
+    size = d.tensor((*x.shape[:-1], 1) if d.one(True, False) else (*x.shape[:-2], 1, x.shape[-1]), DOUBLE)
+    return x, bits, size.abs_()
 
 
 def of_channels(d: Drawn) -> tuple[Any, ...]:
@@ -168,7 +169,7 @@ def of_query(d: Drawn) -> tuple[Any, ...]:
 
 def of_key(d: Drawn) -> tuple[Any, ...]:
     s = Scores(d)
-    size = s.tile.k_view(d.tensor((80, s.kv), DOUBLE))[:, :, None, None]
+    size = s.tile.k_view(d.tensor((80, s.kv), DOUBLE).abs_())[:, :, None, None]
     return d.tensor(s.shape), s.powers(False), size, d.number(1, 30)
 
 
