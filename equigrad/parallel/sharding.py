@@ -5,6 +5,7 @@ are sharded over the ranks that have the same ones: dp_shard x cp / ep.
 Gradients are sums over ranks, never means: the loss is already divided by the count of the whole step.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], world: World, experts: 
         return
     from torch.distributed.fsdp import fully_shard
 
+    # A fork of the residual stream; nobody changes it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     where = _expert_placement(world, set(experts)) if experts else None
     # FSDP2 cannot reduce what has no elements, as where a tensor rank has no head.
     empty = {parameter for parameter in model.parameters() if not parameter.numel()}
