@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"equigrad: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("equigrad: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 1

@@ -51,9 +51,9 @@ class Case:
 
 
 def run_case(case: Case, file: Path, steps: int) -> int:
-    """Start the processes of a case, and wait for them. Returns the exit code."""
-    words = json.dumps(asdict(case))
-    return launch(case.job(file).layout.world_size, ["verify", str(file), "--steps", str(steps), "--case", words])
+    """Start the processes of a case, and wait for them. Returns the exit code; ``KeyboardInterrupt`` for a stop."""
+    words = ["verify", str(file), "--steps", str(steps), "--case", json.dumps(asdict(case))]
+    return launch(case.job(file).layout.world_size, words, stops=False)
 
 
 def work(case: Case, file: Path, steps: int) -> int:
@@ -88,8 +88,7 @@ def work(case: Case, file: Path, steps: int) -> int:
     for step in range(1, steps + 1):
         if case.follows is not None:
             _follow(trainer, Path(case.follows) / "checkpoints", step - 1)
-        with StopRequest() as stop:
-            record, _ = trainer.update(trainer.stream.next_batch(), stop)
+        record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
         figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "lr", *FURTHER) if key in record}
         figures["redone"] = float(trainer.redone).hex()
         saved.save(step, trainer.state() | trainer.kept, figures | {"copies": unequal_copies(trainer.state())})

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from equigrad import __version__
 from equigrad.audit import trajectory
 from equigrad.audit.trajectory import SECTIONS, Contradiction, Line, Unverifiable, canonical, linked, sha
 from equigrad.checkpoint.digest import tree
@@ -86,9 +87,9 @@ class Recorder:
 
     def _begin(self, now: Line) -> None:
         path, step = self._path, now["step"]
-        job, end = "", 0
+        held, end = ("", ""), 0
         if step and path.exists():
-            job, end = self._kept(now)
+            held, end = self._kept(now)
         with writing(path):
             if end:
                 with path.open("r+b") as file:
@@ -99,23 +100,25 @@ class Recorder:
                     path.replace(path.with_name(f"trajectory-before-{step:08d}.jsonl"))
                 with in_one_piece(path) as aside:
                     aside.touch()
-        if job != now["job"]:
-            settings = trajectory.settings(self._trainer.job)
-            self._append({key: now[key] for key in ("format", "step", "job")} | {"kind": "job", "settings": settings})
+        if held != (now["job"], __version__):
+            job = {"kind": "job", "settings": trajectory.settings(self._trainer.job), "version": __version__}
+            self._append({key: now[key] for key in ("format", "step", "job")} | job)
         if not end:
             self._append(now)
 
-    def _kept(self, now: Line) -> tuple[str, int]:
-        """Of the lines up to this step, the last one's job and where it ends; 0 where there is none of this step."""
-        job, end, last = "", 0, None
+    def _kept(self, now: Line) -> tuple[tuple[str, str], int]:
+        """Of the lines up to this step, the job and version that hold and where they end; 0 where none is of this
+        step."""
+        held, end, last = ("", ""), 0, None
         try:
             for line, stop in trajectory.lines(self._path):
                 if line["step"] > now["step"]:
                     break
-                job, end, self._chain = line["job"], stop, line["chain"]
+                held = (line["job"], line["version"] if line["kind"] == "job" else held[1])
+                end, self._chain = stop, line["chain"]
                 last = line if line["step"] == now["step"] and line["kind"] == "step" else last
             if last is None:
-                return "", 0
+                return ("", ""), 0
             if where := trajectory.compare(last, now, state=True):
                 raise Contradiction(now["step"], where, "the checkpoint is not the state that it tells of")
         except (Contradiction, Unverifiable) as error:
@@ -124,7 +127,7 @@ class Recorder:
                 f"{self._path}{where}: {error}; move the file away to begin another one, or go on without"
                 " (--audit.enabled false)"
             ) from None
-        return job, end
+        return held, end
 
     def _append(self, line: Line) -> None:
         line = linked(self._chain, line)

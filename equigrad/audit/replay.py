@@ -5,10 +5,12 @@ no code comes from there, and what it might have left in a cache of tokenised te
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from equigrad import __version__
 from equigrad.audit.recorder import data_digests, line_of
 from equigrad.audit.trajectory import (
     NAME,
@@ -24,7 +26,7 @@ from equigrad.audit.trajectory import (
 )
 from equigrad.checkpoint.digest import tree_of_files
 from equigrad.checkpoint.folder import latest, list_checkpoints, step_of
-from equigrad.checkpoint.manifest import newer_format, read_manifest
+from equigrad.checkpoint.manifest import MANIFEST, newer_format, read_manifest
 from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.vocabulary import build_tokenizer
@@ -44,6 +46,7 @@ class Plan:
     base:       the step to start from: of ``checkpoint``, or the run's first, whose state comes from the seed
     job:        of ``job.toml``
     segments:   settings, and the last step for which they hold; one after another
+    others:     versions of equigrad that made the run and are not this one
     """
 
     run: Run
@@ -52,10 +55,12 @@ class Plan:
     checkpoint: Path | None
     job: Job
     segments: tuple[tuple[dict[str, Any], int], ...]
+    others: tuple[str, ...] = ()
 
     def jobs(self, layout: dict[str, Any]) -> list[Job]:
         """The job of each segment on the layout."""
-        return [job_with(self.job, settings, layout) for settings, _ in self.segments]
+        with _as_others_do(self.others):
+            return [job_with(self.job, settings, layout) for settings, _ in self.segments]
 
 
 @dataclass
@@ -77,11 +82,13 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     Raises: Contradiction, Unverifiable; UserError for files that cannot be read.
     """
     jobs: list[tuple[int, dict[str, Any]]] = []
+    versions: set[str] = set()
     known: list[int] = []
     digested: set[int] = set()
     for line, _ in lines(run.folder / NAME):
         if line["kind"] == "job":
             jobs.append((line["step"], line["settings"]))
+            versions.add(str(line["version"]))
         else:
             known.append(line["step"])
             digested |= {line["step"]} if has_tensors(line) else set()
@@ -91,8 +98,9 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     first, last = steps or (begin, end)
     if first < begin or last > end:
         raise Unverifiable(f"steps {first}..{last} are not in the trajectory, which has {begin}..{end}")
-    job = run.job()
-    check_settings(job, jobs[-1][1])
+    job, others = run.job(), tuple(sorted(versions - {__version__}))
+    with _as_others_do(others):
+        check_settings(job, jobs[-1][1])
     if remote := [s.path for s in (*job.data.sources, *job.data.held_out_sources) if s.path.startswith("hf:")]:
         raise Unverifiable(f"{remote[0]} is not opened for a run of others: the library that reads it may run code")
     base, checkpoint = _base(run, begin, first, digested)
@@ -101,13 +109,50 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     segments = [(settings, stop) for settings, stop in held if stop > base]
     # One that ends where the one before ends holds for no step.
     segments = [s for n, s in enumerate(segments) if not n or s[1] > segments[n - 1][1]]
-    return Plan(run, (first, last), base, checkpoint, job, tuple(segments or [(jobs[0][1], last)]))
+    return Plan(run, (first, last), base, checkpoint, job, tuple(segments or [(jobs[0][1], last)]), others)
+
+
+@contextmanager
+def _as_others_do(versions: tuple[str, ...]) -> Iterator[None]:
+    """What another version of equigrad did, this one may do otherwise: then a difference proves nothing."""
+    try:
+        yield
+    except Contradiction as error:
+        if not versions:
+            raise
+        made = " and ".join(versions)
+        raise Unverifiable(
+            f"the run was made by equigrad {made}, and this is {__version__}, which may compute otherwise"
+            f" ({error.field}: {error.why})"
+        ) from None
+
+
+def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
+    """That all checkpoints of these steps hold what the trajectory tells of them.
+
+    Raises: Contradiction, Unverifiable.
+    """
+    saved = {step_of(path): path for path in list_checkpoints(run.folder / "checkpoints")}
+    for line, _ in lines(run.folder / NAME):
+        path = saved.get(line["step"])
+        if line["kind"] != "step" or path is None or not has_tensors(line):
+            continue
+        if not steps[0] <= line["step"] <= steps[1]:
+            continue
+        _check_files(path)
+        try:
+            found = {section: tree_of_files(path, prefix)._asdict() for section, prefix in SECTIONS.items()}
+        except Exception as error:  # of what is damaged, anything can be expected
+            raise Contradiction(line["step"], _damaged(path, line) or "checkpoint", f"{path.name}: {error}") from None
+        if where := compare(line, line | found):
+            raise Contradiction(line["step"], where, f"{path.name} is not the state of the trajectory")
 
 
 def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
     """The latest state before ``first`` that the trajectory knows."""
     for path in reversed(list_checkpoints(run.folder / "checkpoints")):
-        if begin <= step_of(path) <= max(first - 1, begin) and step_of(path) in digested:
+        # Of step 0 whoever made the run could have saved anything: that state comes from the seed.
+        if step_of(path) > 0 and begin <= step_of(path) <= max(first - 1, begin) and step_of(path) in digested:
             _check_files(path)
             return step_of(path), path
     if begin > 0:
@@ -120,6 +165,8 @@ def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Pa
 def _check_files(path: Path) -> None:
     """That the checkpoint is there, may be read, and lies in its own folder."""
     step = step_of(path)
+    if not (path / MANIFEST).is_file():
+        raise Unverifiable(f"{path.name} has no manifest")
     if version := newer_format(path):
         raise Unverifiable(f"{path.name} has format {version}, of a newer equigrad")
     try:
@@ -141,6 +188,11 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
     work: a folder of the audit's own, the same for all ranks
     Raises: Contradiction at the first difference; Unverifiable where there is one that proves nothing.
     """
+    with _as_others_do(plan.others):
+        _replay(plan, layout, world, work, progress)
+
+
+def _replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progress: Progress) -> None:
     said = _steps(plan)
     checkpoint = plan.checkpoint
     for number, (job, (_, stop)) in enumerate(zip(plan.jobs(layout), plan.segments, strict=True)):
@@ -195,7 +247,8 @@ def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None
             raise Unverifiable(f"{trainer.job.model.weights} does not hold what the run began from ({where})")
         source = "the initial state" if checkpoint is None else checkpoint.name
         _differ(trainer, line["step"], where, f"{source} is not the state of the trajectory", checkpoint is None)
-    if line["batch"] is None:  # there is nothing more in this line
+    # There is nothing more in this line. How a checkpoint came about, nobody has looked at.
+    if line["batch"] is None and checkpoint is None:
         progress.add(line)
 
 

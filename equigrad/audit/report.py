@@ -43,6 +43,8 @@ class Outcome:
 def subject(folder: Path) -> dict[str, Any] | None:
     """By what a run is known: its trajectory's last chain and job, first and last step. None where they cannot be
     read. Nothing of it is checked."""
+    if not (folder / NAME).is_file():
+        return None
     try:
         with (folder / NAME).open("rb") as file:
             text = next(file)
@@ -70,6 +72,8 @@ def sealed(body: dict[str, Any]) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """A report. ``UserError`` where it is none, or was changed after it had been written."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file")
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         version, kind = body["format"], body["kind"]
@@ -83,8 +87,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is a report of kind {kind!r}; give the audits themselves")
     try:
         intact = sha({key: value for key, value in body.items() if key != "digest"}) == body["digest"]
-        if intact and body["verdict"] in EXIT and (body["run"] is None or {*body["run"]} == _KNOWN_BY):
-            _confirmed(body)
+        if intact and _is_whole(body):
             return dict(body)
     except (ValueError, TypeError, KeyError):
         pass
@@ -94,9 +97,22 @@ def read(path: Path) -> dict[str, Any]:
 _KNOWN_BY = {"chain", "job", "first", "last"}
 
 
-def _confirmed(body: dict[str, Any]) -> range:
-    first, last = body["confirmed"] or (1, 0)
-    return range(first, last + 1)
+def _is_whole(body: dict[str, Any]) -> bool:
+    """Whether all that is added up has the form in which an audit writes it."""
+    run, (first, last) = body["run"], body["confirmed"] or (0, 0)
+    texts = [body["why"], body["layout"], body["field"] or ""]
+    numbers = [first, last, body["step"] or 0]
+    if run is not None:
+        texts += [run["chain"], run["job"]]
+        numbers += [run["first"], run["last"]]
+        if {*run} != _KNOWN_BY or run["first"] > run["last"]:
+            return False
+    return (
+        body["verdict"] in EXIT
+        and all(type(n) is int and n >= 0 for n in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and first <= last
+    )
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
@@ -112,31 +128,28 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
         if body["run"] != first["run"]:
             raise UserError(f"{path} is of another run than {origin}, or of another length of it")
     run = first["run"]
-    counts = dict.fromkeys(range(run["first"], run["last"] + 1), 0)
-    for _, body in reports.values():
-        for step in _confirmed(body):
-            if step in counts:
-                counts[step] += 1
+    coverage = _coverage(run["first"], run["last"], [b["confirmed"] for _, b in reports.values() if b["confirmed"]])
     contradictions = [
         {"report": digest, **{key: body[key] for key in ("step", "field", "why", "layout")}}
         for digest, (_, body) in reports.items()
         if body["verdict"] == "contradicted"
     ]
-    missing = [steps for *steps, count in _runs(counts) if not count]
+    missing = [steps for *steps, count in coverage if not count]
     verdict: Verdict = "contradicted" if contradictions else "unverifiable" if missing else "confirmed"
     return sealed(
         {"format": FORMAT, "kind": "merged", "run": run, "reports": list(reports), "verdict": verdict,
-         "coverage": [{"steps": steps, "confirmed_by": count} for *steps, count in _runs(counts)],
+         "coverage": [{"steps": steps, "confirmed_by": count} for *steps, count in coverage],
          "not_covered": missing, "contradictions": contradictions}
     )  # fmt: skip
 
 
-def _runs(counts: dict[int, int]) -> list[tuple[int, int, int]]:
+def _coverage(first: int, last: int, confirmed: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Ranges of steps that as many reports confirm: first, last, how many."""
+    borders = sorted({first, *(n for start, stop in confirmed for n in (start, stop + 1) if first < n <= last)})
     found: list[tuple[int, int, int]] = []
-    for step, count in counts.items():
+    for start, after in zip(borders, [*borders[1:], last + 1], strict=True):
+        count = sum(low <= start <= high for low, high in confirmed)
         if found and found[-1][2] == count:
-            found[-1] = (found[-1][0], step, count)
-        else:
-            found.append((step, step, count))
+            start = found.pop()[0]
+        found.append((start, after - 1, count))
     return found

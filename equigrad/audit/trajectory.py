@@ -3,8 +3,8 @@
 Every line is canonical JSON (sorted keys, no spaces) with ``format`` and ``chain``: SHA-256 of the chain of the line
 before (of nothing, for the first) and of this line without its chain. Two kinds:
 
-    {"kind": "job", "step": 0, "job": SHA-256 of settings, "settings": {...}}
-        the settings that hold for the steps after ``step``, until there is another such line
+    {"kind": "job", "step": 0, "job": SHA-256 of settings, "settings": {...}, "version": of equigrad}
+        what holds for the steps after ``step``, until there is another such line
     {"kind": "step", "step": 5, "job": ..., "data": [SHA-256 of each source's tokens], "batch": SHA-256 of the samples,
      "loss": "0x1.8p+1", "grad_norm": "0x1.4p-1", "parameters": {"nodes": {name: SHA-256}, "root": SHA-256},
      "optimizer": ..., "grids": ..., "routing": ..., "progress": {...}}
@@ -31,11 +31,14 @@ SECTIONS = {"parameters": "model.", "optimizer": "optim.", "grids": "grids.", "r
 Line = dict[str, Any]
 _COMMON = ("format", "kind", "step", "job", "chain")
 _OWN = {
-    "job": ("settings",),
+    "job": ("settings", "version"),
     # In the order in which a difference is looked for: causes before effects.
     "step": ("data", "batch", "loss", "grad_norm", *SECTIONS, "progress"),
 }
 _STATE = ("data", *SECTIONS, "progress")
+_OF_A_STEP = ("batch", "loss", "grad_norm")
+_LONGEST = 1 << 28
+"""Bytes of a line: a million tensors have fewer. Whoever made the file may have left out all line ends."""
 
 
 class Contradiction(Exception):
@@ -120,13 +123,17 @@ def lines(path: Path) -> Iterator[tuple[Line, int]]:
     What follows the last line end is what a killed run was writing, and is passed over.
     Raises: Contradiction for a line that was changed, Unverifiable for a missing file or a newer format.
     """
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise Unverifiable(f"{path.name} is not a file")
     try:
         file = path.open("rb")
     except OSError as error:
         raise Unverifiable(f"{path.name} cannot be read: {error.strerror}") from None
-    end, chain, job, after = 0, "", "", [("job", -1)]
+    end, chain, job, after, begun = 0, "", "", [("job", -1)], False
     with file:
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(iter(lambda: file.readline(_LONGEST), b""), 1):
+            if len(text) == _LONGEST:
+                raise Unverifiable(f"line {number} of {NAME} is longer than {_LONGEST} bytes")
             if not text.endswith(b"\n"):
                 return
             end += len(text)
@@ -139,6 +146,11 @@ def lines(path: Path) -> Iterator[tuple[Line, int]]:
                 raise Contradiction(step, "step", f"{where} is a {kind} of step {step}, where {after[0]} should be")
             if line["job"] != (sha(line["settings"]) if kind == "job" else job):
                 raise Contradiction(step, "job", f"{where} has the digest of another job")
+            if kind == "step":
+                if any((line[key] is None) == begun for key in _OF_A_STEP):
+                    why = "does not tell of its step" if begun else "tells of a step before the first state"
+                    raise Contradiction(step, "batch", f"{where} {why}")
+                begun = True
             yield line, end
             chain, job = line["chain"], line["job"]
             after = [("step", step)] if number == 1 else [("step", step + 1), ("job", step)]

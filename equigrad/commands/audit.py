@@ -62,7 +62,7 @@ def _audit(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argu
     from equigrad.parallel.world import start
 
     progress = replay.Progress()
-    plan, outcome = _tried(lambda: replay.plan(run, steps), progress, None)
+    plan, outcome = _tried(lambda: _planned(run, steps), progress, None)
     if plan is not None:
         jobs, outcome = _tried(lambda: plan.jobs({}), progress, plan)
         if jobs is not None:
@@ -77,7 +77,7 @@ def _audit(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argu
                 else:
                     words = ["audit", arguments.run, "--layout", arguments.layout, "--work", folder]
                     words += ["--steps", arguments.steps] if arguments.steps else []
-                    code = launch(size, words)
+                    code = launch(size, words, stops=False)
                     outcome = _of_workers(work / _OUTCOME, code)
     return _tell(run, plan.steps if plan else steps, arguments, outcome)
 
@@ -94,7 +94,8 @@ def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argum
     own = tempfile.TemporaryDirectory(prefix="equigrad-audit-") if not arguments.work and world.is_main else None
     with own or nullcontext() as folder:
         work = Path(gather(str(arguments.work or folder))[0])
-        plan, outcome = _tried(lambda: replay.plan(run, steps), progress, None, alike)
+        planned = replay.plan if arguments.work else _planned  # the launcher has looked at the checkpoints
+        plan, outcome = _tried(lambda: planned(run, steps), progress, None, alike)
         if plan is not None:
             _, outcome = _tried(lambda: replay.replay(plan, layout, world, work, progress), progress, plan, alike)
         if arguments.work and world.is_main:
@@ -103,6 +104,14 @@ def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argum
     if arguments.work:
         return 0
     return _tell(run, plan.steps if plan else steps, arguments, outcome) if world.is_main else EXIT[outcome.verdict]
+
+
+def _planned(run: Run, steps: tuple[int, int] | None) -> "Plan":
+    from equigrad.audit import replay
+
+    plan = replay.plan(run, steps)
+    replay.check_checkpoints(run, plan.steps)
+    return plan
 
 
 def _tried(
@@ -130,10 +139,9 @@ def _tried(
 
 
 def _of_workers(file: Path, code: int) -> Outcome:
-    try:
+    if code == 0 and file.exists():
         return Outcome(**json.loads(file.read_text(encoding="utf-8")))
-    except OSError:
-        return Outcome("unverifiable", f"the workers ended with exit code {code} and without an answer")
+    return Outcome("unverifiable", f"the workers ended with exit code {code} and without an answer")
 
 
 def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace, outcome: Outcome) -> int:
@@ -157,8 +165,8 @@ def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace
 
 
 def _shown(text: str) -> str:
-    """What strangers wrote, without what would steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    """What strangers wrote, on one line and without what would steer a terminal."""
+    return "".join(c if c.isprintable() else " " if c == "\n" else "?" for c in text)
 
 
 def _merge(files: list[Path], out: str | None) -> int:

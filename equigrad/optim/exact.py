@@ -1,7 +1,7 @@
 """The end of a step in exact numerics: gradient norm and AdamW, the same bits however tensors are sharded."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from equigrad.numerics.exact.grids import fixed, term_bits
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
 from equigrad.parallel.placement import Placed
+
+_PIECE = 1 << 20
+"""Entries that are worked on at a time: what is computed on the way takes some seventy bytes an entry."""
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same entries of tensors of one shape, in rows; of what is in no row, all at once."""
+    rows = max(1, _PIECE // max(1, tensors[0][0].numel())) if tensors[0].ndim else 1
+    return zip(*(x.split(rows) if x.ndim else (x,) for x in tensors), strict=True)
 
 
 @torch.no_grad()
@@ -43,7 +52,9 @@ def exact_norm(
     for number, name in enumerate(names):
         if name in counted:
             bits = term_bits(math.prod(shapes[name]))
-            squares[0, number], squares[1, number] = _squares(counted[name], limits[number], bits)
+            for (piece,) in _pieces(counted[name]):
+                for total, part in zip(squares[:, number], _squares(piece, limits[number], bits), strict=True):
+                    total += part  # exact, as all of these sums are
     # As squares of numbers below 1, exact; and only then of the size that they are.
     (coarse, fine), sizes = add(squares).tolist(), power_of_two(limits).tolist()
     terms = [s * size * size for sums in (coarse, fine) for s, size in zip(sums, sizes, strict=True)]
@@ -90,9 +101,8 @@ class ExactAdamW(AdamW):
                 continue
             decay = 1 - lr * self.config.weight_decay if self._decays[name] else 1.0
             first, second = (self._moments[moment][name] for moment in MOMENTS)
-            new = _adamw(
-                placed.tensor, gradients[name].tensor, first, second,
-                beta1, beta2, rate, decay, placed.tensor.new_full((), root), self.config.eps,
-            )  # fmt: skip
-            for kept, value in zip((placed.tensor, first, second), new, strict=True):
-                kept.copy_(value)
+            divisor = placed.tensor.new_full((), root)
+            for parameter, gradient, m, v in _pieces(placed.tensor, gradients[name].tensor, first, second):
+                new = _adamw(parameter, gradient, m, v, beta1, beta2, rate, decay, divisor, self.config.eps)
+                for kept, value in zip((parameter, m, v), new, strict=True):
+                    kept.copy_(value)

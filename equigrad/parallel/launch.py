@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from equigrad.errors import UserError
 from equigrad.files import in_one_piece
@@ -38,8 +38,12 @@ class Death(NamedTuple):
     time: int
 
 
-def launch(workers: int, arguments: Sequence[str]) -> int:
-    """Run ``equigrad ARGUMENTS`` as ``workers`` local processes and return the exit code for the shell."""
+def launch(workers: int, arguments: Sequence[str], stops: bool = True) -> int:
+    """Run ``equigrad ARGUMENTS`` as ``workers`` local processes and return the exit code for the shell.
+
+    stops: whether workers that are asked to stop save and end by themselves. Where they just end, so does whoever
+           waits for them: ``KeyboardInterrupt``
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -68,10 +72,16 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
         )
         handlers = {s: signal.signal(s, lambda number, _: _forward(Path(folder))) for s in STOP_SIGNALS}
         try:
-            elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
-            return 0
-        except ChildFailedError as failure:
-            deaths = {rank: Death(f.exitcode, f.timestamp) for rank, f in failure.failures.items()}
+            failures: dict[int, Any] = {}
+            try:
+                elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
+            except ChildFailedError as error:
+                failures = error.failures
+            if not stops and (Path(folder) / _STOP).exists():
+                raise KeyboardInterrupt
+            if not failures:
+                return 0
+            deaths = {rank: Death(f.exitcode, f.timestamp) for rank, f in failures.items()}
             return _explain(Path(folder), deaths)
         finally:
             for number, handler in handlers.items():

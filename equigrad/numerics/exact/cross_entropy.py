@@ -52,12 +52,24 @@ class Head(NamedTuple):
         return self.grids.outputs
 
 
-def logits(x: Tensor, weight: Tensor, low: Tensor | None, b: Tensor | None, head: Head) -> Tensor:
-    """Of ``x`` [n, H], and of what an adapter made of it [n, r], [n, V here], float32."""
-    y = finish(product(x, weight, head.grids.inputs), None, head.dtype)
-    if low is not None and b is not None:
-        y = plus(y, product(low, b, low.shape[1]))
-    return y.float()
+class Logits:
+    """Of tokens ``x`` [tokens, H], and of what an adapter made of them [tokens, r], some at a time. The matrices are
+    put onto their grids once."""
+
+    def __init__(self, x: Tensor, weight: Tensor, low: Tensor | None, b: Tensor | None, head: Head) -> None:
+        self._dtype, self._terms = head.dtype, list[tuple[Tensor, Tensor, int]]()
+        for inputs, matrix, length in ((x, weight, head.grids.inputs), (low, b, 0 if low is None else low.shape[1])):
+            if inputs is not None and matrix is not None:
+                first, second = operand_bits(length)
+                self._terms.append((inputs, rows(matrix, second).t(), first))
+
+    def __call__(self, part: slice) -> Tensor:
+        """[n, V here] float32."""
+        (x, weight, bits), *adapter = self._terms
+        y = finish(rows(x[part], bits) @ weight, None, self._dtype)
+        for low, b, bits in adapter:
+            y = plus(y, rows(low[part], bits) @ b)
+        return y.float()
 
 
 @fused
@@ -105,8 +117,9 @@ class CrossEntropy(torch.autograd.Function):
         loss, tops = (torch.empty(tokens, device=x.device) for _ in range(2))
         totals = torch.empty(tokens, dtype=torch.float64, device=x.device)
         own, here = own_columns(labels, head.tensor, vocabulary)
+        logits = Logits(x, weight, low, b, head)
         for part in chunks(tokens, vocabulary):
-            z = logits(x[part], weight, None if low is None else low[part], b, head)
+            z = logits(part)
             if keep:
                 kept[part] = z
             top = _top(z)
@@ -198,8 +211,9 @@ def _gradients(
             sums[place] = grids[name].round(inputs), torch.zeros_like(w)
     if any(sums):
         grids["loss"].see(dloss[:, None])
+    logits = None if keep else Logits(x, weight, low, b, head)
     for part in chunks(len(x), head.vocabulary):
-        z = kept[part] if keep else logits(x[part], weight, None if low is None else low[part], b, head)
+        z = kept[part] if logits is None else logits(part)
         error = _errors(z, tops[part, None], totals[part], own[part], here[part], dloss[part])
         if any(products):
             by_token = rows(error, first, across)

@@ -20,7 +20,7 @@ from equigrad.config.model import Experts
 from equigrad.numerics.delta import Weights
 from equigrad.numerics.exact import attention as attending
 from equigrad.numerics.exact import delta
-from equigrad.numerics.exact.cross_entropy import CrossEntropy, Head, adapted, at_tokens, logits
+from equigrad.numerics.exact.cross_entropy import CrossEntropy, Head, Logits, adapted, at_tokens
 from equigrad.numerics.exact.elementary import cos_sin, exp, log
 from equigrad.numerics.exact.elementwise import ClampedGated, Gated, GatedNorm, Norm, OutputGate, Rotary
 from equigrad.numerics.exact.experts import Combined, ExpertLinears, Sent, TokenGate, route
@@ -148,7 +148,7 @@ class ExactOps:
         head = self._head(x, layer, row)
         a, b, _ = layer.adapter or (None, None, 0.0)
         x = at_tokens(x, at, head)
-        y = logits(x, layer.weight, adapted(x, a, head), b, head)
+        y = Logits(x, layer.weight, adapted(x, a, head), b, head)(slice(None))
         if row.tensor is None:
             return y
         columns = Partition.contiguous(vocabulary, len(row.tensor.partition.ranges))
