@@ -141,9 +141,9 @@ def inside(*words: str | Path) -> str:
     return out.getvalue()
 
 
-def start_command(*words: str | Path, env: dict[str, str] | None = None) -> subprocess.Popen:
+def start_command(*words: str | Path, env: dict[str, str] | None = None, **how: Any) -> subprocess.Popen:
     """The same, left running."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
     return subprocess.Popen([sys.executable, "-m", "equigrad", *map(str, words)], env=environment(env), **pipes)
 
 

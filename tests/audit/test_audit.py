@@ -1,7 +1,10 @@
 """An audit confirms what is so, finds what was changed and says where, and never confirms what it could not check."""
 
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,11 @@ from unittest.mock import patch
 import pytest
 
 from equigrad.errors import UserError
+from equigrad.trainer import Trainer
 from tests.audit.runs import (
     Line,
     audit,
+    audited_job,
     change_line,
     change_manifest,
     flip_bit,
@@ -21,7 +26,7 @@ from tests.audit.runs import (
     trajectory,
     write,
 )
-from tests.jobs import command, inside
+from tests.jobs import command, inside, start_command, write_job
 
 FIRST = "first difference  "
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -82,11 +87,94 @@ def test_the_first_step_of_a_trajectory_that_begins_later(train: Callable[..., P
     inside("train", "--run", run, "--resume", "--train.steps", "4", "--audit.enabled", "true")
     code, told = audit(run)
     assert code == 0, told
-    assert "found again       steps 2..4" in told
+    assert "found again       steps 3..4" in told  # how the state of step 2 came about, nobody can tell
     assert audit(run, "--steps", "1")[0] == 3
     shutil.rmtree(run / "checkpoints/step-00000002")
     code, told = audit(run)
     assert (code, "begins at step 2" in told) == (3, True)
+
+
+def test_an_initial_state_comes_from_the_seed_and_from_nowhere_else(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever trains from other weights can save them as a checkpoint of step 0."""
+    initialize = Trainer.initialize
+
+    def other(trainer: Trainer, seed: int) -> None:
+        initialize(trainer, seed)
+        trainer.parameters[WEIGHT].tensor.mul_(-3)
+        trainer.save()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "initialize", other)
+        run = train()
+    assert (run / "checkpoints/step-00000000").is_dir()
+    for steps in ([], ["--steps", "0..1"], ["--steps", "0"]):
+        code, told = audit(run, *steps)
+        assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 0, parameters: {WEIGHT}")
+
+
+def test_a_step_cannot_be_passed_over(copy: Path) -> None:
+    """A line that tells nothing of its step, as the first one does, would be confirmed by the state alone."""
+
+    def say_nothing(line: Line) -> None:
+        line.update(batch=None, loss=None, grad_norm=None)
+
+    change_line(copy, 4, say_nothing, hidden=True)
+    for steps in ("0..3", "5..6", "4"):
+        code, told = audit(copy, "--steps", steps)
+        assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, batch")
+
+
+def test_every_checkpoint_of_the_steps_is_compared(copy: Path) -> None:
+    flip_bit(copy, 6, f"model.{WEIGHT}", hidden=True)
+    code, told = audit(copy)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 6, parameters: {WEIGHT}")
+    assert audit(copy, "--steps", "0..5")[0] == 0
+
+
+def test_another_version_may_compute_otherwise(copy: Path) -> None:
+    """It has other settings, or another arithmetic: no difference accuses the run."""
+    lines = trajectory(copy)
+    for line in lines:
+        if line["kind"] == "job":
+            line.update(version="0.0.1")
+    write(copy, rechained(lines))
+    assert audit(copy, "--steps", "1")[0] == 0
+    change_line(copy, 1, lambda line: line.update(loss="0x1.0p+2"), hidden=True)
+    code, told = audit(copy, "--steps", "1")
+    assert code == 3
+    assert "made by equigrad 0.0.1" in told
+    for line in lines:
+        if line["kind"] == "job":
+            del line["settings"]["optim"]["eps"]
+    write(copy, rechained(lines))
+    code, told = audit(copy)
+    assert code == 3
+    assert "optim.eps" in told
+
+
+def test_a_trajectory_that_is_no_file_keeps_nobody_waiting(copy: Path) -> None:
+    (copy / "trajectory.jsonl").unlink()
+    os.mkfifo(copy / "trajectory.jsonl")
+    code, told = audit(copy)
+    assert (code, "trajectory.jsonl is not a file" in told) == (3, True)
+
+
+@pytest.mark.parametrize("words", [("verify", "--numerics", "exact", "--layouts", "tp2", "--steps", "200"), ("audit",)])
+def test_a_stop_ends_it(words: tuple[str, ...], copy: Path, tmp_path: Path) -> None:
+    name, *more = words
+    job = audited_job(copy, train__steps=200)
+    what = write_job(job, tmp_path / "job.toml") if name == "verify" else copy
+    more += ["--layout", "tp2"] if name == "audit" else []
+    process = start_command(name, what, *more, start_new_session=True)
+    time.sleep(6)  # wherever that is: among the workers, or before them
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert not {"equal", "confirmed", "FAILED"} & set(out.replace(":", " ").split())
 
 
 def test_native_numerics_are_confirmed_on_the_same_machine_and_layout(train: Callable[..., Path]) -> None:

@@ -48,6 +48,34 @@ def test_steps_that_nobody_confirmed_are_told(parts: tuple[Path, Path], tmp_path
     assert json.loads((tmp_path / "merged.json").read_text())["not_covered"] == [[0, 4]]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"confirmed": [0, 10**12]},
+        {"confirmed": [6, 5]},
+        {"confirmed": ["0", 6]},
+        {"confirmed": [0, 3e300]},
+        {"run": {"first": "x"}},
+        {"run": {"last": 3e300}},
+        {"run": {"last": 10**15}},
+        {"field": 7},
+        {"step": "four"},
+        {"why": None},
+    ],
+    ids=str,
+)
+def test_a_report_of_another_form_is_refused_and_a_large_one_keeps_nobody_waiting(
+    changes: dict[str, Any], parts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    if "run" in changes:
+        changes = {"run": json.loads(parts[0].read_text())["run"] | changes["run"]}
+    strange = altered(parts[0], tmp_path / "strange.json", verdict="contradicted", **changes)
+    if changes.get("confirmed") == [0, 10**12] or changes.get("run", {}).get("last") == 10**15:
+        assert audit("--merge", strange)[0] == 1
+    else:
+        assert audit("--merge", strange)[0] == 2
+
+
 def test_the_same_report_counts_once(parts: tuple[Path, Path]) -> None:
     assert "steps 5..6  confirmed by 1" in audit("--merge", parts[1], parts[1])[1]
 
