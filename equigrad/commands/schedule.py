@@ -23,7 +23,7 @@ from equigrad.schedule.text import ASCII, draw_text
 def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Draw the step on the terminal, and into files where asked."""
     division = division_of(Path(arguments.job) if arguments.job else None, overrides, arguments.step)
-    text = draw_text(division, max(60, min(get_terminal_size().columns, 160)))
+    text = draw_text(division, max(60, min(get_terminal_size((160, 24)).columns, 160)))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
