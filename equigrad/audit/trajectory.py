@@ -123,7 +123,9 @@ def lines(path: Path) -> Iterator[tuple[Line, int]]:
     What follows the last line end is what a killed run was writing, and is passed over.
     Raises: Contradiction for a line that was changed, Unverifiable for a missing file or a newer format.
     """
-    if path.exists() and not path.is_file():  # a pipe would never end
+    if not path.exists():
+        raise Unverifiable(f"there is no {path.name}: a run has one where audit.enabled is set")
+    if not path.is_file():  # a pipe would never end
         raise Unverifiable(f"{path.name} is not a file")
     try:
         file = path.open("rb")

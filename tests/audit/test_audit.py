@@ -347,7 +347,7 @@ def test_a_changed_manifest_is_found(copy: Path, change: Callable[[dict[str, Any
     ("spoil", "why"),
     [
         (lambda run: None, "steps 7..9 are not in the trajectory"),
-        (lambda run: (run / "trajectory.jsonl").unlink(), "trajectory.jsonl cannot be read"),
+        (lambda run: (run / "trajectory.jsonl").unlink(), "there is no trajectory.jsonl"),
         (lambda run: (run / "trajectory.jsonl").write_text(""), "no step yet"),
         (lambda run: (run / "trajectory.jsonl").write_text('{"format":2,"new":"things"}\n'), "a newer equigrad"),
         (lambda run: (run / "job.toml").unlink(), "no job.toml"),
