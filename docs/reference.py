@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from equigrad.config import Job
-from equigrad.config.load import default_text, is_list, section_of, type_name
+from equigrad.config.load import QUICKSTART, default_text, is_list, section_of, type_name
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -48,14 +48,13 @@ every default filled in, is `job.toml` in the run folder, and is itself a job fi
 Without a job file, `equigrad train` runs the embedded quickstart:
 
 ```toml
---8<-- "equigrad/config/quickstart.toml"
-```
+QUICKSTART```
 """
 
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.replace("QUICKSTART", QUICKSTART.read_text(encoding="utf-8"))]
     shown: dict[type[BaseModel], str] = {}
     for key, section in sections(Job, ""):
         title = f"`[{key}]`" if key else "Top level"

@@ -35,6 +35,11 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: python docs/reference.py"
 
 
+def test_the_job_that_the_tutorial_shows_is_the_one_that_it_runs() -> None:
+    shown = (REPOSITORY / "configs" / "finetune.toml").read_text(encoding="utf-8")
+    assert f"```toml\n{shown}```\n" in (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+
+
 def test_the_drawn_schedule_is_what_the_command_draws_today(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
