@@ -13,6 +13,7 @@ from equigrad.models.grids import attach, grids
 from equigrad.models.parts import EMBEDDING, Part, cut_into_parts
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.exact.channels import Grids
+from equigrad.numerics.exact.elementary import check_subnormals
 from equigrad.numerics.exact.fused import one_pass, run_fused
 from equigrad.numerics.exact.grids import term_bits
 from equigrad.numerics.exact.ops import ExactOps
@@ -57,6 +58,7 @@ def _ops(job: Job, world: World) -> Ops:
     dtype, budget = COMPUTE_DTYPES[job.numerics.dtype], job.memory.saved_logits_mb << 20
     if job.numerics.kind == "native":
         return NativeOps(dtype, budget)
+    check_subnormals(world.device)
     run_fused(one_pass(world.device) if job.numerics.compile else "plain")
     return ExactOps(dtype, budget, job.model.max_position_embeddings, term_bits(most_tokens(job)))
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from equigrad.errors import UserError
+
 # ln 2 and pi/2 in parts: a product of the first ones with a small integer is exact, because they end in zeros.
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = (float.fromhex("0x1.921fb5p+0"), float.fromhex("0x1.110b46p-26"), float.fromhex("0x1.1a62633145c07p-54"))
@@ -43,6 +45,18 @@ def exponent(x: Tensor) -> Tensor:
     """The smallest e with ``|x| < 2^e``, int64; -1022 where x is zero or less than 2^-1022, 1025 where it is not
     finite."""
     return ((x.view(torch.int64) >> EXPONENT_BITS) & EXPONENT_FIELD) - (_BIAS - 1)
+
+
+def check_subnormals(device: torch.device) -> None:
+    """``UserError`` where numbers below the normal ones are taken for zero: a library that was built for speed may have
+    told the processor to, for the thread that loaded it and those that it started."""
+    for dtype, small in ((torch.float32, 2.0**-140), (torch.float64, 2.0**-1060)):
+        x = torch.full((1 << 16,), small, dtype=dtype, device=device)  # enough for all threads to have some
+        if not bool((x * 0.5 == small / 2).all()):
+            raise UserError(
+                "numerics.kind is exact, but this process flushes subnormal numbers to zero; a library built with"
+                " -ffast-math does that when it is loaded"
+            )
 
 
 def quotient(x: Tensor, n: float) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from equigrad.errors import UserError
 from equigrad.numerics.exact import elementary
 
 Function = Callable[[Tensor], Tensor]
@@ -124,3 +125,13 @@ def test_what_is_out_of_range_does_not_overflow() -> None:
     assert elementary.sigmoid(x).tolist()[:2] == [elementary.sigmoid(x[:1]).item()] * 2
     with pytest.raises(ValueError, match="radians"):
         elementary.cos_sin(torch.tensor([2.0**25], dtype=torch.float64))
+
+
+def test_a_process_that_flushes_subnormal_numbers_is_found_out() -> None:
+    elementary.check_subnormals(torch.device("cpu"))
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(UserError, match="flushes subnormal numbers"):
+            elementary.check_subnormals(torch.device("cpu"))
+    finally:
+        torch.set_flush_denormal(False)
