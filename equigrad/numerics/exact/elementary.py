@@ -50,9 +50,10 @@ def exponent(x: Tensor) -> Tensor:
 def check_subnormals(device: torch.device) -> None:
     """``UserError`` where numbers below the normal ones are taken for zero: a library that was built for speed may have
     told the processor to, for the thread that loaded it and those that it started."""
-    for dtype, small in ((torch.float32, 2.0**-140), (torch.float64, 2.0**-1060)):
-        x = torch.full((1 << 16,), small, dtype=dtype, device=device)  # enough for all threads to have some
-        if not bool((x * 0.5 == small / 2).all()):
+    for dtype, bits in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
+        # Enough for all threads to have some. As integers, for a comparison would take them for zero as well.
+        x = torch.full((1 << 16,), 4, dtype=bits, device=device).view(dtype)
+        if not bool(((x * 0.5).view(bits) == 2).all()):
             raise UserError(
                 "numerics.kind is exact, but this process flushes subnormal numbers to zero; a library built with"
                 " -ffast-math does that when it is loaded"
