@@ -167,8 +167,9 @@ def test_a_stop_ends_it(words: tuple[str, ...], copy: Path, tmp_path: Path) -> N
     job = audited_job(copy, train__steps=200)
     what = write_job(job, tmp_path / "job.toml") if name == "verify" else copy
     more += ["--layout", "tp2"] if name == "audit" else []
-    process = start_command(name, what, *more, start_new_session=True)
-    time.sleep(6)  # wherever that is: among the workers, or before them
+    process = start_command(name, what, *more, env={"TMPDIR": str(tmp_path)}, start_new_session=True)
+    while not list(tmp_path.glob("equigrad-launch-*/pid-*")):  # until there are workers
+        time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
