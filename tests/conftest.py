@@ -31,12 +31,13 @@ def workers() -> Iterator[Callable[[int], Workers]]:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests on pools share one process of pytest, for a second set of pools would take the cores from the first; so do
-    those that compare with one long run. They come first, so that the others can fill up what is left."""
+    those that compare with one long run. They come first, and then tests that have asked for more time than others, so
+    that short ones can fill up what is left."""
     for item in items:
         for fixture in ("workers", "twenty"):
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group(fixture))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("xdist_group", "timeout")])
 
 
 @pytest.fixture(scope="session", autouse=True)
