@@ -26,7 +26,7 @@ from equigrad.audit.trajectory import (
 )
 from equigrad.checkpoint.digest import tree_of_files
 from equigrad.checkpoint.folder import latest, list_checkpoints, step_of
-from equigrad.checkpoint.manifest import MANIFEST, newer_format, read_manifest
+from equigrad.checkpoint.manifest import newer_format, read_manifest
 from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.vocabulary import build_tokenizer
@@ -165,8 +165,6 @@ def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Pa
 def _check_files(path: Path) -> None:
     """That the checkpoint is there, may be read, and lies in its own folder."""
     step = step_of(path)
-    if not (path / MANIFEST).is_file():
-        raise Unverifiable(f"{path.name} has no manifest")
     if version := newer_format(path):
         raise Unverifiable(f"{path.name} has format {version}, of a newer equigrad")
     try:

@@ -93,7 +93,8 @@ def nearest(key: str) -> str:
         return f"; it is a section: set one of its keys, as in --{inside} VALUE"
     section, _, leaf = key.rpartition(".")
     beside = {k.rpartition(".")[2]: k for k in [*keys, *sections] if k.rpartition(".")[0] == section}
-    close = [beside[name] for name in difflib.get_close_matches(leaf, beside, 1, 0.5 if len(leaf) < 4 else 0.6)]
+    alike = 0.5 if len(leaf) < 4 else 0.6  # one wrong letter of two is half of what there is
+    close = [beside[name] for name in difflib.get_close_matches(leaf, beside, 1, alike)]
     close = close or [k for k in keys if k.rpartition(".")[2] == leaf]
     if not beside:  # no such section
         close = close or difflib.get_close_matches(key, [*keys, *sections], 1, 0.75)

@@ -27,6 +27,7 @@ def test_an_unknown_key_gets_the_nearest_one(bad: Bad) -> None:
     found = bad("train", "bad.toml")
     assert "bad.toml: unknown key 'optim.lrr'; did you mean 'optim.lr'?" in found
     assert "'train.steps'" in bad("train", job(), "--train.step", "3")
+    assert "did you mean 'layout.cp'?" in bad("train", job(), "--layout.cq", "2")
 
 
 def test_a_wrong_type_is_named(bad: Bad) -> None:
