@@ -1,4 +1,4 @@
-"""Which sample is computed where and when: lengths and costs of samples in, a ``Schedule`` out. Pure Python over numbers.
+"""Which sample is computed where and when: lengths and costs in, a ``Schedule`` out. Pure Python over numbers.
 
 Every rank computes the schedule alone and identically. Invariants, all tested: each sample appears in exactly one row;
 no row exceeds the cap; every round has one row per lane (some may be empty, and only where no row could be split any
