@@ -37,7 +37,7 @@ def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, 
     Raises on every rank, before any work, where ranks disagree about it or no token is in the loss.
     """
     samples, text_bytes, tokens = held_out.samples, held_out.bytes, held_out.loss_tokens
-    schedule = schedule_samples([sample.length for sample in samples], job.model, world.lanes, job.batch.row_tokens)
+    schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens)
     world.agree({"schedule": schedule.digest, "normaliser": tokens}, "the evaluation")
     if not tokens:
         raise SharedUserError(

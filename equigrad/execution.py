@@ -115,8 +115,7 @@ class Execution:
         return [row_tensors(stream, [samples[i] for i in row], self._world, further) for row in lane]
 
     def _piped(self, work: "_Work", samples: Sequence[SampleRef], schedule: Schedule, *, backward: bool) -> Outcome:
-        lengths = [sample.length for sample in samples]
-        program = programs(*pipeline_order(self._job.layout, schedule, lengths, backward))[self._pipeline.rank]
+        program = programs(*pipeline_order(self._job.layout, schedule, samples, backward))[self._pipeline.rank]
         width, rows = self._job.model.hidden_size, work.rows
         hidden = Hidden(lambda _, row: (rows[row].row.residual_tokens, width), torch.float32, self._world.device)
         stages = {number: _Stage(part, work) for number, part in self._parts.items()}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,7 @@ class Trainer:
         before any state changes.
         """
         job, world = self.job, self.world
-        lengths = [sample.length for sample in batch.samples]
-        schedule = schedule_samples(lengths, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
+        schedule = schedule_samples(batch.samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
         self._agree(batch, schedule)
         own, gradients, counts, probability = self._forward_and_backward(batch, schedule)
         norm = self.norm(gradients)
@@ -136,7 +136,7 @@ class Trainer:
 
     def _agree(self, batch: Batch, schedule: Schedule) -> None:
         """Before any work, and on all ranks alike: everyone means the same step, and there is something to learn."""
-        samples = [(ref.source, ref.document, ref.span, ref.length) for ref in batch.samples]
+        samples = [astuple(ref) for ref in batch.samples]
         facts = {
             "schedule": {"samples": samples, "rounds": schedule.rounds},
             "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},

@@ -18,7 +18,7 @@ from equigrad.checkpoint.boxes import Box
 from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.config.load import make_job
-from equigrad.data.samples import Sample
+from equigrad.data.samples import Sample, SampleRef
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.parallel.placement import Placed
@@ -50,6 +50,11 @@ def tiny_job(**changes: Any) -> Job:
             node = node.setdefault(part, {})
         node[leaf] = value
     return make_job(tree, "test")
+
+
+def refs(lengths: Sequence[int]) -> list[SampleRef]:
+    """Samples of some lengths, documents of one source, of which every token is in the loss."""
+    return [SampleRef(0, document, 0, length, length) for document, length in enumerate(lengths)]
 
 
 def pool_world(job: Job) -> World:

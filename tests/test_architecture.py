@@ -35,6 +35,7 @@ BESIDE = {
     ("evaluation", "rows"),
     ("evaluation", "execution"),
     ("execution", "rows"),
+    ("schedule", "data"),
     ("resolve", "run"),
     ("files", "errors"),
 }

@@ -20,18 +20,27 @@ def draw(folder: Path, *words: str, **changes: Any) -> dict[str, Any]:
     return found
 
 
+TWO = [{"path": "builtin:moby-dick", "modality": "sea"}, {"path": "builtin:sotu", "modality": "land"}]
+
+
 @pytest.mark.parametrize("step", [1, 3])
-def test_the_drawn_step_is_the_one_that_is_trained(step: int, tmp_path: Path) -> None:
-    job = tiny_job(layout__dp_shard=3)
-    found = draw(tmp_path, "--step", str(step), layout__dp_shard=3)
+@pytest.mark.parametrize("sources", [["builtin:moby-dick"], TWO], ids=["one modality", "two modalities"])
+def test_the_drawn_step_is_the_one_that_is_trained(sources: list[Any], step: int, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"layout__dp_shard": 3, "data__sources": sources}
+    job = tiny_job(**changes)
+    found = draw(tmp_path, "--step", str(step), **changes)
     stream = Stream(job.data, job.batch, job.seed, byte_tokenizer())
     for _ in range(step):
         batch = stream.next_batch()
-    lengths = [sample.length for sample in batch.samples]
-    schedule = schedule_samples(lengths, job.model, 3, job.batch.row_tokens, job.batch.packing)
+    schedule = schedule_samples(batch.samples, job.model, 3, job.batch.row_tokens, job.batch.packing)
     rows = {(row["round"], row["lane"]): tuple(row["samples"]) for row in found["rows"]}
     assert rows == {(r, lane): row for r, rows in enumerate(schedule.rounds) for lane, row in enumerate(rows)}
-    assert [sample["length"] for sample in found["samples"]] == lengths
+    assert [sample["length"] for sample in found["samples"]] == [sample.length for sample in batch.samples]
+    kinds = {sample["modality"] for sample in found["samples"]}
+    assert kinds == ({"text"} if len(sources) == 1 else {"sea", "land"})
+    for number in {row["round"] for row in found["rows"]}:
+        held = [i for row in found["rows"] if row["round"] == number for i in row["samples"]]
+        assert len({found["samples"][i]["modality"] for i in held}) == 1
     assert found["tokens"] == found["executed_tokens"] == batch.tokens
     assert found["loss_tokens"] == batch.loss_tokens
 

@@ -49,7 +49,7 @@ def division_of(path: Path | None, overrides: Sequence[str], step: int) -> Divis
     stream = Stream(job.data, job.batch, job.seed, tokenizer)
     for _ in range(step):
         batch = stream.next_batch()
-    return divide(job, [sample.length for sample in batch.samples], batch.loss_tokens, step)
+    return divide(job, batch.samples, step)
 
 
 def record(division: Division) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def record(division: Division) -> dict[str, Any]:
         "empty_rows": division.empty_rows,
         "imbalance": division.imbalance,
         "round_imbalance": division.round_imbalance,
-        "samples": [{"length": n, "cost": c} for n, c in zip(division.lengths, division.costs, strict=True)],
+        "samples": [asdict(sample) | {"cost": c} for sample, c in zip(division.samples, division.costs, strict=True)],
         "rows": [
             {
                 "round": number,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from equigrad.config.data import Source
 from equigrad.data.samples import Sample, SampleRef
 from equigrad.data.store import Store
 
@@ -96,10 +97,10 @@ class SampleSet:
     """The samples of some documents of a source, numbered from 0 in file order: their spans that have a loss."""
 
     def __init__(
-        self, spans: Spans, members: np.ndarray, source: str, number: int, *, held_out: bool, drop_long: bool
+        self, spans: Spans, members: np.ndarray, source: Source, number: int, *, held_out: bool, drop_long: bool
     ) -> None:
         """``members`` (bool [D]) says which documents; ``drop_long`` leaves out fine-tuning ones over the context."""
-        self._spans, self._source = spans, number
+        self._spans, self._source, self._modality = spans, number, source.modality
         if not drop_long or spans.loss_tokens is None:
             dropped = np.zeros_like(members)
         else:
@@ -110,7 +111,7 @@ class SampleSet:
         columns = spans.columns(self._numbers)
         sizes = spans.store.bytes
         self.stats = Stats(
-            source=source,
+            source=source.path,
             held_out=held_out,
             documents=int(members.sum()),
             empty=int((sizes[members] == 0).sum()),
@@ -133,7 +134,8 @@ class SampleSet:
     def refs(self, samples: np.ndarray) -> list[SampleRef]:
         """The samples of the given numbers, int64 [m]."""
         columns = self._spans.columns(self._numbers[samples])
-        return list(map(SampleRef, repeat(self._source), *(column.tolist() for column in columns)))
+        known = (column.tolist() for column in columns)
+        return list(map(SampleRef, repeat(self._source), *known, repeat(self._modality)))
 
     def documents_within(self, tokens: int) -> tuple[int, int]:
         """How many samples the leading documents have that together hold at most ``tokens`` inputs, and the bytes these

@@ -35,6 +35,11 @@ class SampleRef:
     """Input tokens, at least 1."""
     loss_tokens: int
     """Labels that are in the loss, at least 1."""
+    modality: str = "text"
+    """What kind of tokens they are: ``modality`` of the source. A round of rows has one."""
+    group: int | None = None
+    """Samples of one modality with the same number belong together, and share rows where they fit: the answers to one
+    prompt, say. Set by what makes samples together; those of a source are each alone."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,9 +67,9 @@ class Stream:
             every = data.held_out_every if number < len(data.sources) else 1
             out, drop = is_held_out(documents, every), data.too_long == "drop"
             self._spans.append(spans)
-            self._held_out.append(SampleSet(spans, out, source.path, number, held_out=True, drop_long=drop))
+            self._held_out.append(SampleSet(spans, out, source, number, held_out=True, drop_long=drop))
             if number < len(data.sources):
-                training = SampleSet(spans, ~out, source.path, number, held_out=False, drop_long=drop)
+                training = SampleSet(spans, ~out, source, number, held_out=False, drop_long=drop)
                 self._feeds.append(_Feed(training, source.weight, (seed, number) if data.shuffle else None))
         if not any(map(len, self._held_out)) and any(side.stats.documents for side in self._held_out):
             raise UserError(_nothing_to_evaluate([side.stats for side in self._held_out]))

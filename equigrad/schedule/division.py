@@ -10,10 +10,11 @@ from functools import cached_property
 from equigrad.config import Job
 from equigrad.config.layout import Layout
 from equigrad.config.model import Model
+from equigrad.data.samples import SampleRef
 from equigrad.models.parts import Part, cut_into_parts
-from equigrad.models.specs import token_flops
+from equigrad.models.specs import layer_flops
 from equigrad.parallel.partition import Partition, Range, part_of, segments_within
-from equigrad.schedule.packing import Schedule, plan
+from equigrad.schedule.packing import Packing, Schedule, plan
 from equigrad.schedule.pipeline import (
     Cost,
     PipelineSchedule,
@@ -25,26 +26,26 @@ from equigrad.schedule.pipeline import (
 )
 
 
-def sample_costs(lengths: Sequence[int], model: Model) -> list[float]:
-    """Operations of each sample, forward and backward."""
-    flops = token_flops(model)
-    cost = {n: n * flops((n + 1) / 2) for n in set(lengths)}
-    return [cost[n] for n in lengths]
+def sample_costs(samples: Sequence[SampleRef], model: Model) -> list[float]:
+    """Operations of each sample, forward and backward. The head computes no token that is out of the loss."""
+    layers, head = layer_flops(model)
+    blocks = {n: n * sum(layer((n + 1) / 2) for layer in layers) for n in {sample.length for sample in samples}}
+    return [blocks[sample.length] + sample.loss_tokens * head for sample in samples]
 
 
 def schedule_samples(
-    lengths: Sequence[int], model: Model, lanes: int, row_tokens: int, packing: str = "best_fit"
+    samples: Sequence[SampleRef], model: Model, lanes: int, row_tokens: int, packing: Packing = "best_fit"
 ) -> Schedule:
-    """The schedule of samples of these lengths, balanced by the operations each of them costs."""
-    return plan(lengths, sample_costs(lengths, model), lanes, row_tokens, packing)  # type: ignore[arg-type]
+    """The schedule of these samples, balanced by the operations each of them costs."""
+    return plan(samples, sample_costs(samples, model), lanes, row_tokens, packing)
 
 
 def pipeline_order(
-    layout: Layout, schedule: Schedule, lengths: Sequence[int], backward: bool = True
+    layout: Layout, schedule: Schedule, samples: Sequence[SampleRef], backward: bool = True
 ) -> tuple[PipelineSchedule, Cost]:
     """The pipeline's schedule, whose micro-batches are the rounds, and the cost by which it is played: that of the
     longest row of each round, since every lane goes by the same program."""
-    longest = [max(sum(lengths[i] for i in row) for row in round_) for round_ in schedule.rounds]
+    longest = [max(sum(samples[i].length for i in row) for row in round_) for round_ in schedule.rounds]
     if backward:
         order = pipeline(layout.pp_schedule, layout.pp, layout.pp_stages, len(longest))
     else:
@@ -104,8 +105,7 @@ class Division:
     step: int
     layout: Layout
     experts: int | None
-    loss_tokens: int
-    lengths: tuple[int, ...]
+    samples: tuple[SampleRef, ...]
     costs: tuple[float, ...]
     rounds: tuple[tuple[DividedRow, ...], ...]
     stages: tuple[Part, ...]
@@ -114,7 +114,17 @@ class Division:
     @property
     def tokens(self) -> int:
         """Real tokens: those of the samples."""
-        return sum(self.lengths)
+        return sum(sample.length for sample in self.samples)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Labels that are in the loss."""
+        return sum(sample.loss_tokens for sample in self.samples)
+
+    @cached_property
+    def modalities(self) -> list[str]:
+        """In the order of their rounds."""
+        return sorted({sample.modality for sample in self.samples})
 
     @cached_property
     def executed_tokens(self) -> int:
@@ -167,28 +177,27 @@ class Division:
         return part_of(self.experts or 0, self.layout.ep, rank)
 
 
-def divide(job: Job, lengths: Sequence[int], loss_tokens: int, step: int) -> Division:
+def divide(job: Job, samples: Sequence[SampleRef], step: int) -> Division:
     """Divide a step's samples as training will. The job is resolved."""
     layout = job.layout
-    schedule = schedule_samples(lengths, job.model, layout.data_lanes, job.batch.row_tokens, job.batch.packing)
-    rounds = tuple(tuple(_divide_row(row, lengths, layout) for row in round_) for round_ in schedule.rounds)
-    timeline = simulate(*pipeline_order(layout, schedule, lengths)) if layout.pp > 1 else None
+    schedule = schedule_samples(samples, job.model, layout.data_lanes, job.batch.row_tokens, job.batch.packing)
+    rounds = tuple(tuple(_divide_row(row, samples, layout) for row in round_) for round_ in schedule.rounds)
+    timeline = simulate(*pipeline_order(layout, schedule, samples)) if layout.pp > 1 else None
     return Division(
         name=job.name,
         step=step,
         layout=layout,
         experts=None if job.model.experts is None else job.model.experts.num_experts,
-        loss_tokens=loss_tokens,
-        lengths=tuple(lengths),
-        costs=tuple(sample_costs(lengths, job.model)),
+        samples=tuple(samples),
+        costs=tuple(sample_costs(samples, job.model)),
         rounds=rounds,
         stages=cut_into_parts(job.model, layout.pp * layout.pp_stages, job.data.context),
         timeline=timeline,
     )
 
 
-def _divide_row(row: Sequence[int], lengths: Sequence[int], layout: Layout) -> DividedRow:
-    sizes = [lengths[sample] for sample in row]
+def _divide_row(row: Sequence[int], samples: Sequence[SampleRef], layout: Layout) -> DividedRow:
+    sizes = [samples[sample].length for sample in row]
     partition = Partition.of_row(sum(sizes), layout.cp, layout.zigzag)
     shares = []
     for ranges in partition.ranges:

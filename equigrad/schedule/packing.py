@@ -1,8 +1,9 @@
-"""Which sample is computed where and when: lengths and costs in, a ``Schedule`` out. Pure Python over numbers.
+"""Which sample is computed where and when: what is known of samples in, a ``Schedule`` out. Pure Python.
 
 Every rank computes the schedule alone and identically. Invariants, all tested: each sample appears in exactly one row;
-no row exceeds the cap; every round has one row per lane (some may be empty, and only where no row could be split any
-further); the result depends on nothing but the arguments.
+no row exceeds the cap; every round has one row per lane (some may be empty, and only where no row of its modality could
+be split any further); a round has one modality; a group is in several rows only where it does not fit one, or where
+lanes had nothing to do otherwise; the result depends on nothing but the arguments.
 """
 
 import hashlib
@@ -12,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Literal
+from itertools import chain
+from typing import Literal, NamedTuple, TypeAlias
 
+from equigrad.data.samples import SampleRef
 from equigrad.errors import UserError
 
+Packing: TypeAlias = Literal["best_fit", "first_fit"]
 RowSamples = tuple[int, ...]
 """The numbers of the samples of one row, in row order."""
 
@@ -40,37 +44,78 @@ class Schedule:
 
 
 def plan(
-    lengths: Sequence[int],
+    samples: Sequence[SampleRef],
     costs: Sequence[float],
     lanes: int,
     row_tokens: int,
-    packing: Literal["best_fit", "first_fit"] = "best_fit",
+    packing: Packing = "best_fit",
 ) -> Schedule:
-    """Pack samples of ``lengths`` tokens into rows of at most ``row_tokens``, and deal the rows to ``lanes``.
+    """Pack samples into rows of at most ``row_tokens``, and deal the rows to ``lanes``; one modality after another, by
+    name, so that lanes run the same modules at the same time. ``costs`` are the samples', in any unit.
 
     With several lanes the samples are dealt out again, to a multiple of ``lanes`` rows of about equal cost; where a row
-    then has no room, full rows are split at sample boundaries instead, the costliest first. Rounds are made of rows of
-    similar cost, because lanes wait for each other at the end of a round.
+    then has no room, full rows are split instead, the costliest first: between groups while there is a row of several,
+    then between samples. Rounds are made of rows of similar cost, because lanes wait for each other at the end of one.
     """
-    for number, length in enumerate(lengths):
-        if length > row_tokens:
-            raise UserError(f"sample {number} has {length} tokens, more than batch.row_tokens = {row_tokens}")
-    rows = _fill(lengths, row_tokens, packing)
-    if lanes > 1:
-        count = min(len(lengths), -(-len(rows) // lanes) * lanes)
-        rows = _balance(lengths, costs, row_tokens, count) or _align(rows, costs, lanes)
-    rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
-    rows += [()] * (-len(rows) % lanes)
-    rounds = [tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)]
+    for number, sample in enumerate(samples):
+        if sample.length > row_tokens:
+            raise UserError(f"sample {number} has {sample.length} tokens, more than batch.row_tokens = {row_tokens}")
+    of_modality: dict[str, list[_Bundle]] = {}
+    for bundle in _bundles(samples, costs, row_tokens, packing):
+        of_modality.setdefault(samples[bundle.samples[0]].modality, []).append(bundle)
+    rounds: list[tuple[RowSamples, ...]] = []
+    for modality in sorted(of_modality):
+        rows = _rows(of_modality[modality], costs, lanes, row_tokens, packing)
+        rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
+        rows += [()] * (-len(rows) % lanes)
+        rounds += [tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)]
     # Every other round the other way round, so that no lane always gets the costliest row.
     return Schedule(tuple(round_[::-1] if number % 2 else round_ for number, round_ in enumerate(rounds)))
+
+
+class _Bundle(NamedTuple):
+    """Samples that stay together while they can: those of a group, in a row's order, or a single one."""
+
+    samples: RowSamples
+    length: int
+    cost: float
+
+
+def _bundles(samples: Sequence[SampleRef], costs: Sequence[float], cap: int, packing: Packing) -> list[_Bundle]:
+    """Single samples first, then groups; one that no row holds is several."""
+    bundles = []
+    groups: dict[tuple[str, int], list[int]] = {}
+    for number, sample in enumerate(samples):
+        if sample.group is None:
+            bundles.append(_Bundle((number,), sample.length, costs[number]))
+        else:
+            groups.setdefault((sample.modality, sample.group), []).append(number)
+    for group in groups.values():
+        for row in _fill([samples[i].length for i in group], cap, packing):
+            numbers = tuple(group[i] for i in row)
+            length, cost = sum(samples[i].length for i in numbers), sum(costs[i] for i in numbers)
+            bundles.append(_Bundle(numbers, length, cost))
+    return bundles
+
+
+def _rows(
+    bundles: Sequence[_Bundle], costs: Sequence[float], lanes: int, cap: int, packing: Packing
+) -> list[RowSamples]:
+    """Rows of the samples of one modality, as many as divide by ``lanes`` where that can be."""
+    lengths, bundle_costs = [bundle.length for bundle in bundles], [bundle.cost for bundle in bundles]
+    rows = _fill(lengths, cap, packing)
+    if lanes > 1:
+        count = min(len(bundles), -(-len(rows) // lanes) * lanes)
+        rows = _balance(lengths, bundle_costs, cap, count) or _align(rows, bundle_costs, lanes)
+    rows = [tuple(chain.from_iterable(bundles[i].samples for i in row)) for row in rows]
+    return _align(rows, costs, lanes)
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _fill(lengths: Sequence[int], cap: int, packing: str) -> list[RowSamples]:
+def _fill(lengths: Sequence[int], cap: int, packing: Packing) -> list[RowSamples]:
     """First-fit or best-fit decreasing. Equal lengths end up side by side, which attention makes use of."""
     rows: list[list[int]] = []
     free: list[int] = []  # first fit: room left, by row

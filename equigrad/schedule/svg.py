@@ -13,6 +13,7 @@ from equigrad.schedule.text import (
     LETTERS,
     expert_text,
     headline,
+    modality_text,
     piece_texts,
     rank_text,
     schedule_text,
@@ -138,7 +139,11 @@ class _Drawing:
         starts = []
         for column in self.columns:
             starts.append(x)
-            name = f"round {column[0]}" if len(column) == 1 else f"{column[0]}-{column[-1]}"
+            if len(column) == 1:
+                name = f"round {column[0]}{modality_text(division, column[0])}"
+                name = _fitting([name], self.column, 13) or f"round {column[0]}"
+            else:
+                name = f"{column[0]}-{column[-1]}"
             self.parts.append(_text(x, self.y, name, "name" if len(column) == 1 else "quiet"))
             x += (self.column if len(column) == 1 else self.left_out) + _GAP
         self.y += 10
@@ -203,10 +208,8 @@ class _Drawing:
         place = {sample: number for number, (sample, _) in enumerate(row.samples)}
         for piece, text in zip(share.pieces, piece_texts(self.division, share), strict=True):
             size = piece.stop - piece.start
-            told = (
-                f"sample {piece.sample}, {self.division.lengths[piece.sample]:,} tokens: here {piece.start} up to"
-                f" {piece.stop}, {size:,} of them"
-            )
+            length = self.division.samples[piece.sample].length
+            told = f"sample {piece.sample}, {length:,} tokens: here {piece.start} up to {piece.stop}, {size:,} of them"
             at, width, hue = x + piece.at * scale, size * scale, (row.samples[0][0] + place[piece.sample]) % _HUES
             yield _box(at, y, width, self.track, "piece", told=told, fill=f"h{hue}")
             whole = [f"{text} · {size}"] if "[" not in text else []

@@ -38,16 +38,17 @@ def rank_text(ranks: Sequence[int], most: int = 4) -> str:
 
 def piece_texts(division: Division, share: Share) -> list[str]:
     """The samples of a share, with the tokens of those that are not whole: #3, #4[0:16]."""
-    lengths = division.lengths
+    samples = division.samples
     return [
-        f"#{p.sample}" if p.stop - p.start == lengths[p.sample] else f"#{p.sample}[{p.start}:{p.stop}]"
+        f"#{p.sample}" if p.stop - p.start == samples[p.sample].length else f"#{p.sample}[{p.start}:{p.stop}]"
         for p in share.pieces
     ]
 
 
 def headline(division: Division) -> str:
     """What the step is made of."""
-    samples = f"{len(division.lengths):,} samples, {division.tokens:,} tokens"
+    kinds = f" of {len(division.modalities)} modalities" if len(division.modalities) > 1 else ""
+    samples = f"{len(division.samples):,} samples{kinds}, {division.tokens:,} tokens"
     loss = "all" if division.loss_tokens == division.tokens else f"{division.loss_tokens:,}"
     return f"{division.name}, step {division.step}: {samples}, {loss} of them in the loss"
 
@@ -115,6 +116,14 @@ def draw_text(division: Division, width: int = 100) -> str:
     return "\n".join(_cut(line, width) for line in lines) + "\n"
 
 
+def modality_text(division: Division, number: int) -> str:
+    """What kind of tokens a round has; empty where all are of one kind."""
+    if len(division.modalities) == 1:
+        return ""
+    first = next(sample for row in division.rounds[number] for sample, _ in row.samples)
+    return f" · {division.samples[first].modality}"
+
+
 def _cut(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
@@ -131,7 +140,7 @@ def _summary(rows: Sequence[DividedRow]) -> str:
 
 def _round(division: Division, number: int, width: int) -> Iterator[str]:
     rows = division.rounds[number]
-    yield f"round {number}"
+    yield f"round {number}{modality_text(division, number)}"
     for lanes in some(len(rows), _MOST_LANES):
         if len(lanes) == 1:
             yield from _row(division, rows[lanes[0]], lanes[0], width)

@@ -25,7 +25,7 @@ def spans_of(folder: Path, records: list[dict], context: int, eos: bool = True) 
 
 def whole(spans: Spans, drop_long: bool = False) -> SampleSet:
     members = np.ones(len(spans.store.bytes), bool)
-    return SampleSet(spans, members, "s", 0, held_out=False, drop_long=drop_long)
+    return SampleSet(spans, members, Source(path="s", modality="m"), 0, held_out=False, drop_long=drop_long)
 
 
 def prompt(question: int, answer: int) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def test_every_token_is_a_label_exactly_once(
     for ref in refs:
         sample = spans.read(ref)
         assert 1 <= len(sample) == ref.length <= context
+        assert ref.modality == "m"
         assert ref.loss_tokens == sample.loss.sum() == ref.length
         assert sample.ids.tolist() == [*((labels[ref.document] or [256])[-1:]), *sample.labels.tolist()[:-1]]
         labels[ref.document] += sample.labels.tolist()

@@ -260,6 +260,24 @@ def test_multi_token_prediction_with_experts_and_an_embedding_of_its_own(
     check(workers, alone, tmp_path, layout, SPARSE | FURTHER | {"model__tie_word_embeddings": False})
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "cp": 2, "ep": 4}, {"pp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2}],
+    ids=str,
+)
+def test_several_objectives_are_each_divided_by_a_count_of_their_own(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout
+) -> None:
+    """The next token by the labels in the loss, further ones by those so far ahead, balance by all tokens."""
+    check(workers, alone, tmp_path, layout, SPARSE | FURTHER, ROWS)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2, "cp": 2}, {"dp_shard": 2, "pp": 2}], ids=str)
+def test_several_modalities_are_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    sources = [{"path": "builtin:moby-dick", "modality": "sea"}, {"path": "builtin:sotu", "modality": "land"}]
+    check(workers, alone, tmp_path, layout, {"data__sources": sources})
+
+
 @pytest.mark.parametrize("layout", RECURRENT_LAYOUTS, ids=str)
 def test_a_layout_of_recurrent_states_is_one_process(
     workers: Pools, alone: Any, tmp_path: Path, layout: Layout

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equigrad.config import Job
-from equigrad.schedule.division import Division, divide
-from tests.jobs import pool_world, tiny_job
+from equigrad.models.specs import token_flops
+from equigrad.schedule.division import Division, divide, sample_costs
+from tests.jobs import pool_world, refs, tiny_job
 from tests.workers import Workers
 
 LENGTHS = [48, 31, 30, 17, 9, 9, 5, 2, 1, 1]
@@ -21,7 +23,7 @@ def job(**layout: Any) -> Job:
 
 
 def division(lengths: Sequence[int] = LENGTHS, **layout: Any) -> Division:
-    return divide(job(**layout), lengths, sum(lengths), 1)
+    return divide(job(**layout), refs(lengths), 1)
 
 
 @settings(deadline=None, max_examples=30)
@@ -97,6 +99,13 @@ def test_a_pipeline_is_played_with_the_longest_row_of_each_round() -> None:
     assert [span.end - span.start for span in forwards] == [1.0 + tokens for tokens in longest]
     assert 0 < found.bubble < 1
     assert division(dp_shard=2).timeline is None
+
+
+def test_a_label_out_of_the_loss_does_not_cost_the_head() -> None:
+    model, (one, other) = tiny_job().model, refs([40, 40])
+    masked, all_ = sample_costs([replace(one, loss_tokens=10), other], model)
+    assert all_ - masked == 30 * 6 * model.vocab_size * model.hidden_size
+    assert all_ == pytest.approx(40 * token_flops(model)(41 / 2))
 
 
 def test_imbalance_compares_the_costliest_lane_with_the_mean() -> None:

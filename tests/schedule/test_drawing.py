@@ -1,14 +1,17 @@
 """Drawings of a division: complete where that is readable, and the same on every call."""
 
 import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from equigrad.schedule.division import divide
 from equigrad.schedule.svg import draw_svg
 from equigrad.schedule.text import ASCII, draw_text, rank_text
-from tests.schedule.test_division import division
+from tests.jobs import refs
+from tests.schedule.test_division import division, job
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -30,7 +33,7 @@ NAMES = re.compile(r"#(\d+)")
 def test_a_small_drawing_names_every_sample_and_every_rank(layout: dict[str, Any]) -> None:
     found = division(**layout)
     text = draw_text(found, 160)
-    assert {int(name) for name in NAMES.findall(text)} == set(range(len(found.lengths)))
+    assert {int(name) for name in NAMES.findall(text)} == set(range(len(found.samples)))
     for lane in range(found.layout.data_lanes):
         assert rank_text(found.ranks(lane)) in text
     assert f"real tokens {found.tokens}" in text
@@ -47,6 +50,18 @@ def test_text_fits_the_terminal_and_a_page_or_two(layout: dict[str, Any], width:
     assert max(map(len, lines)) <= width
     assert len(lines) <= 100
     assert text.translate(ASCII).isascii()
+
+
+def test_rounds_tell_their_modality_where_there_are_several() -> None:
+    given = [replace(ref, modality="image" if number % 3 else "text") for number, ref in enumerate(refs([48] * 12))]
+    found = divide(job(dp_shard=2), given, 1)
+    text = draw_text(found, 120)
+    assert "12 samples of 2 modalities, " in text
+    assert [line for line in text.splitlines() if line.startswith("round")] == [
+        "round 0 · image", "round 1 · image", "round 2 · text",
+    ]  # fmt: skip
+    assert "round 0 · image" in draw_svg(found)
+    assert "text" not in draw_text(division(dp_shard=2), 120)
 
 
 def test_what_is_left_out_is_counted() -> None:
