@@ -37,8 +37,9 @@ def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, 
     Raises on every rank, before any work, where ranks disagree about it or no token is in the loss.
     """
     samples, text_bytes, tokens = held_out.samples, held_out.bytes, held_out.loss_tokens
-    schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens)
-    world.agree({"schedule": schedule.digest, "normaliser": tokens}, "the evaluation")
+    schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
+    facts = {"schedule": {"samples": samples, "rounds": schedule.rounds}, "normaliser": [tokens, text_bytes]}
+    world.agree(facts, "the evaluation")
     if not tokens:
         raise SharedUserError(
             f"the held-out set has no token in the loss: {len(samples)} samples, {held_out.tokens} tokens; there is"

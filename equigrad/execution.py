@@ -4,7 +4,7 @@ Without a pipeline that is a loop over rows. With one, rows are its micro-batche
 computes which row when. Either way a row may be empty, and every parameter gets a gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,21 +67,21 @@ class Execution:
     def train(self, stream: Stream, batch: Batch, schedule: Schedule) -> Outcome:
         """Accumulate the gradients of this lane's rows in the parameters."""
         model, layout = self._job.model, self._job.layout
-        rows = self._rows(stream, batch.samples, schedule, model.mtp_layers)
+        rows = list(self._rows(stream, batch.samples, schedule, model.mtp_layers))
         work = _Work(rows, partial(language_model, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
         if model.mtp_layers:
             depths = range(1, model.mtp_layers + 1)
             work.counts = [further_loss_tokens(stream, batch.samples, depth) for depth in depths]
             work.coefficient = model.mtp_loss_coef
         if self._pipeline.size > 1:
-            return self._piped(work, batch.samples, schedule, backward=True)
+            return self._piped(work, schedule, backward=True)
         losses, (part,) = [], self._parts.values()
         for number in range(len(rows)):
             reduce_gradients(part, layout.reduce_every_round or number == len(rows) - 1)
             loss = work.forward(part, None, number)
             loss.backward()
             losses.append(loss.detach())
-        return self._outcome(losses, work)
+        return self._outcome(losses, work.further, work.tokens)
 
     def _balance_term(self, tokens: int) -> "BalanceTerm | None":
         """The load-balancing term of a row's loads, its coefficient applied; None where there is none."""
@@ -102,32 +102,33 @@ class Execution:
     @torch.no_grad()
     def evaluate(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule) -> Outcome:
         """The sum of the losses of this lane's rows."""
-        work = _Work(self._rows(stream, samples, schedule), _total, None)
+        rows = self._rows(stream, samples, schedule)
         if self._pipeline.size > 1:
-            return self._piped(work, samples, schedule, backward=False)
-        (model,) = self._parts.values()
-        return self._outcome([work.forward(model, None, number) for number in range(len(work.rows))], work)
+            return self._piped(_Work(list(rows), _total, None), schedule, backward=False)
+        losses, tokens, (model,) = [], 0, self._parts.values()
+        for row in rows:  # made one by one, for a held-out set may be large
+            losses.append(_Work([row], _total, None).forward(model, None, 0))
+            tokens += len(row.ids)
+        return self._outcome(losses, [], tokens)
 
     def _rows(
         self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule, further: int = 0
-    ) -> list[RowTensors]:
-        lane = schedule.lane(self._world.lane)
-        return [row_tensors(stream, [samples[i] for i in row], self._world, further) for row in lane]
+    ) -> Iterator[RowTensors]:
+        for row in schedule.lane(self._world.lane):
+            yield row_tensors(stream, [samples[i] for i in row], self._world, further)
 
-    def _piped(self, work: "_Work", samples: Sequence[SampleRef], schedule: Schedule, *, backward: bool) -> Outcome:
-        program = programs(*pipeline_order(self._job.layout, schedule, samples, backward))[self._pipeline.rank]
+    def _piped(self, work: "_Work", schedule: Schedule, *, backward: bool) -> Outcome:
+        program = programs(*pipeline_order(self._job.layout, schedule, backward))[self._pipeline.rank]
         width, rows = self._job.model.hidden_size, work.rows
         hidden = Hidden(lambda _, row: (rows[row].row.residual_tokens, width), torch.float32, self._world.device)
         stages = {number: _Stage(part, work) for number, part in self._parts.items()}
         losses = run_pipeline(program, stages, hidden, DeferredWeightGradients, self._pipeline.group)
-        return self._outcome([losses[number] for number in sorted(losses)], work)
+        return self._outcome([losses[number] for number in sorted(losses)], work.further, work.tokens)
 
-    def _outcome(self, losses: Sequence[Tensor], work: "_Work") -> Outcome:
-        # Of the loss all tensor ranks have the same share; of the routers' tokens each has its own.
-        counts = self._world.axis("tp").rank == 0
-        tokens = sum(len(row.ids) for row in work.rows) if counts and self._pipeline.rank == 0 else 0
-        loss, further = (_added(terms) if counts else 0.0 for terms in (losses, work.further))
-        return Outcome(loss, further, tokens)
+    def _outcome(self, losses: Sequence[Tensor], further: Sequence[Tensor], tokens: int) -> Outcome:
+        if self._world.axis("tp").rank > 0:  # all tensor ranks have the same
+            return Outcome(0.0, 0.0, 0)
+        return Outcome(_added(losses), _added(further), tokens if self._pipeline.rank == 0 else 0)
 
 
 def _added(values: Sequence[Tensor]) -> float:
@@ -152,6 +153,11 @@ class _Work:
         self.further: list[Tensor] = []
         self.counts: list[int] = []
         self.coefficient = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """This rank's, of all rows."""
+        return sum(len(row.ids) for row in self.rows)
 
     def forward(self, part: Decoder, x: Tensor | None, number: int) -> Tensor:
         """One row through one part: the residual stream that leaves it, or the row's term of the loss."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from equigrad import __version__
 from equigrad.checkpoint.huggingface import load_weights
 from equigrad.config import Job
 from equigrad.data.index import Stats
@@ -12,6 +13,7 @@ from equigrad.data.tokenizers import Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.files import writing
 from equigrad.models.specs import parameter_specs
+from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.world import World
 from equigrad.resolve import check_layout, find_weights, resolve_vocabulary, resolve_weights
 from equigrad.run import Run
@@ -52,6 +54,17 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
     rest = world.run_where(world.local_rank != 0, make)
     prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
     return prepared
+
+
+def agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
+    """Ranks that were started with different words, or see different files, must not work together."""
+    facts = {
+        "version of equigrad": __version__,
+        "job": job.common(),
+        "tokenizer": tokenizer.digest,
+        "data": [stream.cursor(), stream.digests],
+    }
+    world.agree(facts, "what they are to do", SharedUserError)
 
 
 def _tokenising(every: float = 10.0) -> Callable[[str, int, int], None]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +135,8 @@ class Trainer:
 
     def _agree(self, batch: Batch, schedule: Schedule) -> None:
         """Before any work, and on all ranks alike: everyone means the same step, and there is something to learn."""
-        samples = [astuple(ref) for ref in batch.samples]
         facts = {
-            "schedule": {"samples": samples, "rounds": schedule.rounds},
+            "schedule": {"samples": batch.samples, "rounds": schedule.rounds},
             "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},
             "data cursor": self.stream.cursor(),
             "configuration": self._configuration,

@@ -1,6 +1,7 @@
 """Ranks agree before they work: what cannot be computed is refused on all of them, and has changed nothing."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 from equigrad.checkpoint.rng import rng_state
 from equigrad.config import Job
 from equigrad.data.stream import Batch, HeldOut
+from equigrad.data.tokenizers import byte_tokenizer
+from equigrad.evaluation import evaluate
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
+from equigrad.prepare import agree
 from equigrad.trainer import Trainer
 from tests.jobs import Records, make_trainer, tiny_job
 from tests.workers import Workers
@@ -124,3 +128,36 @@ def test_an_evaluation_without_a_token_in_the_loss_is_refused_on_every_rank_befo
 ) -> None:
     for text in workers(2).run(empty_evaluation, tiny_job(layout__dp_shard=2), tmp_path):
         assert text.startswith("the held-out set has no token in the loss")
+
+
+def other_held_out(job: Job, folder: Path) -> list[str]:
+    """One rank has another held-out text with as many tokens: seen before anything is computed, and by an evaluation
+    where samples are cut elsewhere."""
+    trainer, messages = make_trainer(job, folder), []
+    if trainer.world.rank == 1:
+        trainer.stream._held_out[0] = with_other_digest(trainer.stream._held_out[0])
+    with pytest.raises(SharedUserError) as refused:
+        agree(job, byte_tokenizer(), trainer.stream, trainer.world)
+    messages.append(str(refused.value))
+    held_out = trainer.stream.held_out()
+    if trainer.world.rank == 1:
+        first, second, *others = held_out.samples
+        moved = [first._replace(length=first.length - 1), second._replace(length=second.length + 1)]
+        held_out = replace(held_out, samples=(*moved, *others))
+    with pytest.raises(RuntimeError) as refused_too:
+        evaluate(trainer.execution, trainer.stream, held_out, job, trainer.world)
+    return [*messages, str(refused_too.value)]
+
+
+def with_other_digest(side: Any) -> Any:
+    other = copy(side)
+    other._spans = copy(side._spans)
+    other._spans.store = copy(side._spans.store)
+    other._spans.store.digest = "0" * 64
+    return other
+
+
+def test_ranks_with_other_held_out_text_are_named(workers: Pools, tmp_path: Path) -> None:
+    for early, late in workers(2).run(other_held_out, tiny_job(layout__dp_shard=2), tmp_path):
+        assert "ranks disagree about what they are to do; data: rank 1 differs from rank 0" in early
+        assert "ranks disagree about the evaluation; schedule: rank 1 differs from rank 0" in late

@@ -74,15 +74,19 @@ def settings(job: Job) -> dict[str, Any]:
 
     In exact numerics neither how samples are packed, nor what is compiled or recomputed.
     """
+    exact = job.numerics.kind == "exact"
     left_out: dict[str, Any] = dict.fromkeys(("name", "layout", "observe", "checkpoint", "audit"), True)
     left_out["train"] = {"steps", "eval_every", "eval_tokens"}
     left_out["data"] = {"cache": True, "held_out_sources": True, "tokenizer": True,
-                        "sources": {"__all__": {"path"}}}  # fmt: skip
+                        "sources": {"__all__": {"path"} | ({"modality"} if exact else set())}}  # fmt: skip
     left_out["model"] = {"weights"}
-    if job.numerics.kind == "exact":
+    if exact:
         left_out |= {"memory": True, "numerics": {"compile"}, "batch": {"row_tokens", "packing"}}
     found = job.model_dump(mode="json", exclude=left_out)
     found["optim"]["schedule_steps"] = job.optim.schedule_steps or job.train.steps
+    for source in found["data"]["sources"]:  # as it was before sources had one
+        if source.get("modality") == "text":
+            del source["modality"]
     return found
 
 

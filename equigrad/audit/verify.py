@@ -1,10 +1,10 @@
 """Two cases compared: bit by bit, or by how far they deviate."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,30 @@ from equigrad.checkpoint.folder import step_name
 from equigrad.checkpoint.manifest import Manifest, read_manifest
 from equigrad.checkpoint.state import read_tensors
 
-BOUNDS = {"float32": (1e-5, 1e-3), "bfloat16": (3e-3, 1e-1)}
-"""By value type: the largest relative deviation that is put down to rounding, of the loss, and of the gradient norm and
-of a parameter's gradient."""
+
+class Bounds(NamedTuple):
+    """The largest relative deviation that is put down to rounding: of the loss, of the gradient norm and a parameter's
+    gradient, and of the update of a parameter. AdamW divides each entry by its size, so that those which are zero but
+    for rounding are updated by rounding: few, and with no more weight than the others."""
+
+    loss: float
+    gradient: float
+    update: float
+
+
+BOUNDS = {"float32": Bounds(1e-5, 1e-3, 1e-1), "bfloat16": Bounds(3e-3, 1e-1, 5e-1)}
+"""By value type."""
 _UNDECIDED = 1e-2
 """The largest part of tokens that may choose another expert: those whose choice hangs on rounding. In a step where any
 does, gradients deviate by more than rounding, and have the bound of bfloat16."""
 _NOTHING = 1e-300
-_FLOOR = 1e-3
+_FLOAT32 = 2.0**-23
+_FLOOR = {"float32": 1e-6, "bfloat16": 1e-3}
 """A gradient that is smaller than this part of the global norm is compared with that part: where it is zero but for
 rounding, all of it is deviation."""
+_TIMES_ONE = 30
+"""What deviates by no more than this many times what one process in native numerics does, is rounding too: so much do
+parameters differ in how well their gradients are conditioned."""
 
 
 @dataclass
@@ -34,7 +48,7 @@ class Comparison:
     step:      the first step with a difference; native: that with the largest deviation
     what:      there, what differs first, or deviates most
     detail:    more of that
-    deviation: native: the largest of the loss, of the gradient norm, and of a parameter's gradient
+    deviation: native: the largest of the loss, of the gradient norm, of a parameter's gradient and of its update
     """
 
     ok: bool = True
@@ -103,9 +117,10 @@ def _where(name: str, a: Tensor, b: Tensor, manifest: Manifest) -> str:
     return f"{int(entries.sum())} of {a.numel()} entries on ranks {sorted(ranks)}, {size:.1e} of its size"
 
 
-def compare_values(one: Case, other: Case, steps: int, dtype: str) -> Comparison:
-    """How far ``other`` deviates, which has the parameters of ``one`` before each step."""
-    found, worst = Comparison(deviation={"loss": 0.0, "gradient norm": 0.0, "gradient": 0.0}), -1.0
+def compare_values(one: Case, other: Case, steps: int, dtype: str, native: Case | None = None) -> Comparison:
+    """How far ``other`` deviates, which has the parameters of ``one`` before each step. ``native``: one process that is
+    like ``other`` but for the layout, by which is judged what rounding does to each parameter."""
+    found, worst = Comparison(deviation=dict.fromkeys(("loss", "gradient norm", "gradient", "update"), 0.0)), -1.0
 
     def see(kind: str, what: str, step: int, deviation: float, limit: float) -> None:
         nonlocal worst
@@ -123,20 +138,36 @@ def compare_values(one: Case, other: Case, steps: int, dtype: str) -> Comparison
         moved = _moved(ours, theirs)
         if moved:
             see("other experts", "choice of experts", step, moved, _UNDECIDED)
-            of_loss, bound = BOUNDS["bfloat16"]
-        else:
-            of_loss, bound = BOUNDS[dtype]
+        bounds = BOUNDS["bfloat16" if moved else dtype]
         loss, norm = ([float.fromhex(meta[key]) for meta in metas] for key in ("loss", "grad_norm"))
-        see("loss", "loss", step, abs(loss[1] - loss[0]) / max(abs(loss[0]), _NOTHING), of_loss)
-        see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / max(norm[0], _NOTHING), bound)
+        see("loss", "loss", step, abs(loss[1] - loss[0]) / max(abs(loss[0]), _NOTHING), bounds.loss)
+        see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / max(norm[0], _NOTHING), bounds.gradient)
         if copies := metas[1].get("copies"):
             what, detail = _of_copies(copies)
-            see("gradient", what, step, math.inf, bound)
+            see("gradient", what, step, math.inf, bounds.gradient)
             found.detail = detail
-        for (name, a), (_, b) in zip(read_tensors(ours, "grad."), read_tensors(theirs, "grad."), strict=True):
-            size = max(float(a.double().norm()), _FLOOR * norm[0], _NOTHING)
-            see("gradient", name, step, float((b.double() - a.double()).norm()) / size, bound)
+        paths = (ours, theirs, *(() if native is None else (native.steps / step_name(step),)))
+        for kind, prefix, before, bound, floor in (
+            ("gradient", "grad.", None, bounds.gradient, _FLOOR[dtype] * norm[0]),
+            ("update", "model.", one.steps / step_name(step - 1), bounds.update, 0.0),
+        ):
+            for name, size, *off in _distances(paths, prefix, before):
+                size = max(size, floor, *(_TIMES_ONE * d / bound for d in off[1:]), _NOTHING)
+                see(kind, name, step, off[0] / size, bound)
     return found
+
+
+def _distances(paths: Sequence[Path], prefix: str, before: Path | None = None) -> Iterator[tuple[Any, ...]]:
+    """Of each tensor of some checkpoints: its name, its norm in the first, and how far those of the others are from it.
+    ``before``: the norm of its change since that one, and distances but for the rounding of float32."""
+    for together in zip(*(read_tensors(path, prefix) for path in (*paths, *([before] if before else []))), strict=True):
+        (name, first), *others = together
+        own, rounding, size = first.double(), 0.0, first
+        if before is not None:
+            rounding = _FLOAT32 * float(own.norm())
+            size = own - others.pop()[1].double()
+        far = (float((other.double() - own).norm()) for _, other in others)
+        yield name, float(size.double().norm()), *(d - min(d, rounding) for d in far)
 
 
 def _moved(ours: Path, theirs: Path) -> float:

@@ -52,6 +52,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
     from equigrad.evaluation import evaluate
     from equigrad.execution import Execution
     from equigrad.parallel.world import start
+    from equigrad.prepare import agree
     from equigrad.resolve import resolve_vocabulary
 
     world = start(job.layout)
@@ -60,6 +61,7 @@ def _evaluate(weights: Weights, job: Job, arguments: argparse.Namespace) -> int:
     stream = world.run_where(world.local_rank == 0, lambda: Stream(job.data, job.batch, job.seed, tokenizer))
     if stream is None:
         stream = Stream(job.data, job.batch, job.seed, tokenizer)
+    agree(job, tokenizer, stream, world)
     held_out = stream.held_out()
     if not held_out.samples:
         documents = sum(s.documents for s in stream.stats)

@@ -65,7 +65,7 @@ def record(division: Division) -> dict[str, Any]:
         "empty_rows": division.empty_rows,
         "imbalance": division.imbalance,
         "round_imbalance": division.round_imbalance,
-        "samples": [asdict(sample) | {"cost": c} for sample, c in zip(division.samples, division.costs, strict=True)],
+        "samples": [sample._asdict() | {"cost": c} for sample, c in zip(division.samples, division.costs, strict=True)],
         "rows": [
             {
                 "round": number,

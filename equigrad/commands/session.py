@@ -3,12 +3,11 @@
 from contextlib import nullcontext
 from typing import Any
 
-from equigrad import __version__
 from equigrad.audit.recorder import Recorder
 from equigrad.checkpoint.digest import digest
 from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
-from equigrad.data.stream import Batch, Stream
+from equigrad.data.stream import Batch
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.evaluation import Evaluation
 from equigrad.execution import WholeModel
@@ -24,7 +23,7 @@ from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, start
-from equigrad.prepare import give_state, prepare
+from equigrad.prepare import agree, give_state, prepare
 from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
@@ -41,7 +40,7 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
 
 def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
-    _agree(job, tokenizer, stream, world)
+    agree(job, tokenizer, stream, world)
     trainer = Trainer(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
@@ -74,17 +73,6 @@ def _begin(trainer: Trainer, run: Run) -> None:
     run.write_job(trainer.job)
     if trainer.step < trainer.job.train.steps:
         run.forget_end()
-
-
-def _agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
-    """Ranks that were started with different words, or see different files, must not train together."""
-    facts = {
-        "version of equigrad": __version__,
-        "job": job.common(),
-        "tokenizer": tokenizer.digest,
-        "data": [stream.cursor(), [(s.source, s.samples, s.bytes) for s in stream.stats]],
-    }
-    world.agree(facts, "what they are to train", SharedUserError)
 
 
 def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:

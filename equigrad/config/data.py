@@ -21,7 +21,7 @@ class Source(Section):
     format: Literal["auto", "text", "messages", "prompt"] = "auto"
     """``text``: every token is learned. ``messages``: a chat, loss on assistant tokens only. ``prompt``: ``prompt``
     and ``completion``, loss on the completion only. ``auto`` decides by the keys of the first record."""
-    modality: str = Field("text", min_length=1)
+    modality: str = Field("text", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """What kind of tokens the source has, by any name. Those of one name are computed together: no row has two kinds,
     and lanes compute the same kind at the same time."""
     text_key: str = "text"

@@ -100,7 +100,7 @@ class SampleSet:
         self, spans: Spans, members: np.ndarray, source: Source, number: int, *, held_out: bool, drop_long: bool
     ) -> None:
         """``members`` (bool [D]) says which documents; ``drop_long`` leaves out fine-tuning ones over the context."""
-        self._spans, self._source, self._modality = spans, number, source.modality
+        self._spans, self._number, self._modality = spans, number, source.modality
         if not drop_long or spans.loss_tokens is None:
             dropped = np.zeros_like(members)
         else:
@@ -135,7 +135,7 @@ class SampleSet:
         """The samples of the given numbers, int64 [m]."""
         columns = self._spans.columns(self._numbers[samples])
         known = (column.tolist() for column in columns)
-        return list(map(SampleRef, repeat(self._source), *known, repeat(self._modality)))
+        return list(map(SampleRef, repeat(self._number), *known, repeat(self._modality)))
 
     def documents_within(self, tokens: int) -> tuple[int, int]:
         """How many samples the leading documents have that together hold at most ``tokens`` inputs, and the bytes these

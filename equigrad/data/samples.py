@@ -13,12 +13,12 @@ Worked example: "abcd" as bytes with EOS (256 begins and ends a text) and a cont
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRef:
+class SampleRef(NamedTuple):
     """What a schedule needs to know of a sample without reading its tokens.
 
     Span 1 of the example above, were it document 7 of the first source, is
@@ -38,8 +38,8 @@ class SampleRef:
     modality: str = "text"
     """What kind of tokens they are: ``modality`` of the source. A round of rows has one."""
     group: int | None = None
-    """Samples of one modality with the same number belong together, and share rows where they fit: the answers to one
-    prompt, say. Set by what makes samples together; those of a source are each alone."""
+    """Samples of one modality with the same number belong together, and share a row where they fit: the answers to one
+    prompt, say. For those who make samples themselves; those of a source are each alone."""
 
 
 @dataclass(frozen=True, eq=False)

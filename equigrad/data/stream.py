@@ -83,6 +83,11 @@ class Stream:
         held_out = (side.stats for side in self._held_out if side.stats.documents)
         return (*(feed.samples.stats for feed in self._feeds), *held_out)
 
+    @property
+    def digests(self) -> list[tuple[str, str]]:
+        """Path and SHA-256 of the tokens of each source, those of held-out sources included."""
+        return [(side.stats.source, side.digest) for side in self._held_out]
+
     def next_batch(self) -> Batch:
         """The samples of the next step: in order while they fit the budget, at least one.
 

@@ -261,8 +261,9 @@ def flops_per_token(config: Model, context: float, lora: Lora | None = None) -> 
     """Floating-point operations of forward and backward per token: 6 per weight that multiplies it (4 where it is
     frozen), plus attention and recurrent states.
 
-    ``context`` is the mean number of keys that a query sees. The count that MFU conventionally uses (PaLM, appendix B):
-    products only, recomputation not counted, an embedding look-up free.
+    ``context`` is the mean number of keys that a query sees where there is no window: (n + 1) / 2 for n tokens. The
+    count that MFU conventionally uses (PaLM, appendix B): products only, recomputation not counted, an embedding
+    look-up free.
     """
     return token_flops(config, lora)(context)
 
@@ -297,5 +298,7 @@ def _layer_flops(config: Model, layer: int, products: float, context: float) -> 
         # A token reads its key's value, writes, and reads its query's value, in each of the states.
         state = linear.linear_key_head_dim * linear.linear_value_head_dim
         return products + 18 * linear.linear_num_value_heads * state
-    seen = min(context, config.window(layer) or math.inf)
+    seen, window, length = context, config.window(layer), 2 * context - 1
+    if window is not None and length > window:
+        seen = window - window * (window - 1) / (2 * length)  # the first of them see fewer
     return products + 12 * config.num_attention_heads * config.head_size * seen

@@ -179,7 +179,7 @@ class NativeOps:
 def rotary_angles(frequencies: Tensor, row: Row) -> Tensor:
     """[T, D/2] float32, position times frequency; see ``Ops.rotary_table``."""
     if frequencies.ndim == 2:
-        lengths = torch.tensor(row.lengths, device=frequencies.device)
+        lengths = torch.tensor(row.lengths, dtype=torch.int64, device=frequencies.device)
         frequencies = frequencies.repeat_interleave(lengths, 0)
         frequencies = frequencies if row.context is None else row.context.take(frequencies)
     return row.positions[:, None].float() * frequencies

@@ -1,4 +1,5 @@
-"""One step, divided: which rank holds which tokens of which samples in which round. From lengths and degrees alone.
+"""One step, divided: which rank holds which tokens of which samples in which round. From degrees and what is known of
+samples.
 
 What a step executes and what `equigrad schedule` draws come from the same functions. Torch-free; knows no tokens.
 """
@@ -25,32 +26,34 @@ from equigrad.schedule.pipeline import (
     sized_cost,
 )
 
+_OF_ANY_ROW = 1e-3
+"""What a row costs a pipeline stage however short it is, in rows of the costliest."""
+
 
 def sample_costs(samples: Sequence[SampleRef], model: Model) -> list[float]:
-    """Operations of each sample, forward and backward. The head computes no token that is out of the loss."""
+    """Operations of each sample, forward and backward, were all parameters trained. Of what is out of the loss the head
+    computes nothing."""
     layers, head = layer_flops(model)
     blocks = {n: n * sum(layer((n + 1) / 2) for layer in layers) for n in {sample.length for sample in samples}}
     return [blocks[sample.length] + sample.loss_tokens * head for sample in samples]
 
 
 def schedule_samples(
-    samples: Sequence[SampleRef], model: Model, lanes: int, row_tokens: int, packing: Packing = "best_fit"
+    samples: Sequence[SampleRef], model: Model, lanes: int, row_tokens: int, packing: Packing
 ) -> Schedule:
     """The schedule of these samples, balanced by the operations each of them costs."""
     return plan(samples, sample_costs(samples, model), lanes, row_tokens, packing)
 
 
-def pipeline_order(
-    layout: Layout, schedule: Schedule, samples: Sequence[SampleRef], backward: bool = True
-) -> tuple[PipelineSchedule, Cost]:
+def pipeline_order(layout: Layout, schedule: Schedule, backward: bool = True) -> tuple[PipelineSchedule, Cost]:
     """The pipeline's schedule, whose micro-batches are the rounds, and the cost by which it is played: that of the
-    longest row of each round, since every lane goes by the same program."""
-    longest = [max(sum(samples[i].length for i in row) for row in round_) for round_ in schedule.rounds]
+    costliest row of each round, since every lane goes by the same program."""
+    rounds, most = len(schedule.costs), max(schedule.costs)
     if backward:
-        order = pipeline(layout.pp_schedule, layout.pp, layout.pp_stages, len(longest))
+        order = pipeline(layout.pp_schedule, layout.pp, layout.pp_stages, rounds)
     else:
-        order = forward_pipeline(layout.pp, layout.pp_stages, len(longest))
-    return order, sized_cost([1.0 + tokens for tokens in longest])
+        order = forward_pipeline(layout.pp, layout.pp_stages, rounds)
+    return order, sized_cost([_OF_ANY_ROW + cost / most for cost in schedule.costs])
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Division:
     """A step.
 
     rounds:   ``rounds[r][lane]``
+    kinds:    modality of each round
     costs:    operations of each sample
     stages:   the blocks of each pipeline stage
     timeline: the pipeline, played; None without one
@@ -108,6 +112,7 @@ class Division:
     samples: tuple[SampleRef, ...]
     costs: tuple[float, ...]
     rounds: tuple[tuple[DividedRow, ...], ...]
+    kinds: tuple[str, ...]
     stages: tuple[Part, ...]
     timeline: Simulation | None
 
@@ -120,11 +125,6 @@ class Division:
     def loss_tokens(self) -> int:
         """Labels that are in the loss."""
         return sum(sample.loss_tokens for sample in self.samples)
-
-    @cached_property
-    def modalities(self) -> list[str]:
-        """In the order of their rounds."""
-        return sorted({sample.modality for sample in self.samples})
 
     @cached_property
     def executed_tokens(self) -> int:
@@ -182,7 +182,7 @@ def divide(job: Job, samples: Sequence[SampleRef], step: int) -> Division:
     layout = job.layout
     schedule = schedule_samples(samples, job.model, layout.data_lanes, job.batch.row_tokens, job.batch.packing)
     rounds = tuple(tuple(_divide_row(row, samples, layout) for row in round_) for round_ in schedule.rounds)
-    timeline = simulate(*pipeline_order(layout, schedule, samples)) if layout.pp > 1 else None
+    timeline = simulate(*pipeline_order(layout, schedule)) if layout.pp > 1 else None
     return Division(
         name=job.name,
         step=step,
@@ -191,6 +191,7 @@ def divide(job: Job, samples: Sequence[SampleRef], step: int) -> Division:
         samples=tuple(samples),
         costs=tuple(sample_costs(samples, job.model)),
         rounds=rounds,
+        kinds=schedule.modalities,
         stages=cut_into_parts(job.model, layout.pp * layout.pp_stages, job.data.context),
         timeline=timeline,
     )

@@ -1,4 +1,4 @@
-"""Which sample is computed where and when: what is known of samples in, a ``Schedule`` out. Pure Python.
+"""Which sample is computed where and when: what is known of samples in, a ``Schedule`` out. Torch-free.
 
 Every rank computes the schedule alone and identically. Invariants, all tested: each sample appears in exactly one row;
 no row exceeds the cap; every round has one row per lane (some may be empty, and only where no row of its modality could
@@ -6,12 +6,9 @@ be split any further); a round has one modality; a group is in several rows only
 lanes had nothing to do otherwise; the result depends on nothing but the arguments.
 """
 
-import hashlib
-import json
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,17 +23,18 @@ RowSamples = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """``rounds[r][lane]`` holds the sample numbers of one row, in row order; () is an empty row.
+    """
+    rounds:     ``rounds[r][lane]`` holds the sample numbers of one row, in row order; () is an empty row
+    modalities: of each round; lanes with an empty row learn here what the others compute
+    costs:      of each round's costliest row
 
-    Example: three samples on two lanes, ``Schedule((((0,), (2,)), ((1,), ())))``: two rounds, the last row empty.
+    Example: three samples on two lanes are two rounds, the last row empty, in
+    ``Schedule((((0,), (2,)), ((1,), ())), ("text", "text"), (9.0, 4.0))``.
     """
 
     rounds: tuple[tuple[RowSamples, ...], ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal on all ranks, or the ranks disagree about the work."""
-        return hashlib.sha256(json.dumps(self.rounds).encode()).hexdigest()
+    modalities: tuple[str, ...]
+    costs: tuple[float, ...]
 
     def lane(self, lane: int) -> list[RowSamples]:
         """The rows of one data lane, round by round."""
@@ -44,19 +42,19 @@ class Schedule:
 
 
 def plan(
-    samples: Sequence[SampleRef],
-    costs: Sequence[float],
-    lanes: int,
-    row_tokens: int,
-    packing: Packing = "best_fit",
+    samples: Sequence[SampleRef], costs: Sequence[float], lanes: int, row_tokens: int, packing: Packing
 ) -> Schedule:
     """Pack samples into rows of at most ``row_tokens``, and deal the rows to ``lanes``; one modality after another, by
-    name, so that lanes run the same modules at the same time. ``costs`` are the samples', in any unit.
+    name, so that lanes run the same modules at the same time. ``costs`` are the samples', in any unit, more than 0.
 
     With several lanes the samples are dealt out again, to a multiple of ``lanes`` rows of about equal cost; where a row
     then has no room, full rows are split instead, the costliest first: between groups while there is a row of several,
     then between samples. Rounds are made of rows of similar cost, because lanes wait for each other at the end of one.
+
+    Raises ``UserError`` for a sample that fits no row, ``ValueError`` for other numbers of costs or lanes.
     """
+    if len(costs) != len(samples) or lanes < 1:
+        raise ValueError(f"{len(samples)} samples have {len(costs)} costs and {lanes} lanes")
     for number, sample in enumerate(samples):
         if sample.length > row_tokens:
             raise UserError(f"sample {number} has {sample.length} tokens, more than batch.row_tokens = {row_tokens}")
@@ -64,13 +62,18 @@ def plan(
     for bundle in _bundles(samples, costs, row_tokens, packing):
         of_modality.setdefault(samples[bundle.samples[0]].modality, []).append(bundle)
     rounds: list[tuple[RowSamples, ...]] = []
+    modalities, costliest = [], []
     for modality in sorted(of_modality):
         rows = _rows(of_modality[modality], costs, lanes, row_tokens, packing)
-        rows.sort(key=lambda row: (-sum(costs[i] for i in row), row))
-        rows += [()] * (-len(rows) % lanes)
-        rounds += [tuple(rows[i : i + lanes]) for i in range(0, len(rows), lanes)]
-    # Every other round the other way round, so that no lane always gets the costliest row.
-    return Schedule(tuple(round_[::-1] if number % 2 else round_ for number, round_ in enumerate(rounds)))
+        cost = {row: sum(costs[i] for i in row) for row in rows}
+        rows.sort(key=lambda row: (-cost[row], row))
+        for start in range(0, len(rows), lanes):
+            round_ = (*rows[start : start + lanes], *[()] * (start + lanes - len(rows)))
+            # Every other round the other way round, so that no lane always gets the costliest row.
+            rounds.append(round_[::-1] if len(rounds) % 2 else round_)
+            modalities.append(modality)
+            costliest.append(cost[rows[start]])
+    return Schedule(tuple(rounds), tuple(modalities), tuple(costliest))
 
 
 class _Bundle(NamedTuple):
@@ -108,7 +111,7 @@ def _rows(
         count = min(len(bundles), -(-len(rows) // lanes) * lanes)
         rows = _balance(lengths, bundle_costs, cap, count) or _align(rows, bundle_costs, lanes)
     rows = [tuple(chain.from_iterable(bundles[i].samples for i in row)) for row in rows]
-    return _align(rows, costs, lanes)
+    return _align(rows, costs, lanes)  # between samples, where splitting between groups was not enough
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -118,7 +121,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def _fill(lengths: Sequence[int], cap: int, packing: Packing) -> list[RowSamples]:
     """First-fit or best-fit decreasing. Equal lengths end up side by side, which attention makes use of."""
     rows: list[list[int]] = []
-    free: list[int] = []  # first fit: room left, by row
+    first = _FirstFit(len(lengths), cap)
     by_room: list[tuple[int, int]] = []  # best fit: (room left, row), sorted
     for sample in _longest_first(lengths):
         need = lengths[sample]
@@ -127,14 +130,30 @@ def _fill(lengths: Sequence[int], cap: int, packing: Packing) -> list[RowSamples
             room, row = by_room.pop(at) if at < len(by_room) else (cap, len(rows))
             insort(by_room, (room - need, row))
         else:
-            row = next((r for r, room in enumerate(free) if room >= need), len(rows))
-            if row == len(rows):
-                free.append(cap)
-            free[row] -= need
+            row = first.take(need)
         if row == len(rows):
             rows.append([])
         rows[row].append(sample)
     return [tuple(row) for row in rows]
+
+
+class _FirstFit:
+    """The room of rows that are as many as samples, all empty: a tree whose nodes hold the most room below them."""
+
+    def __init__(self, rows: int, cap: int) -> None:
+        self._leaves = 1 << max(rows - 1, 0).bit_length()
+        self._most = [cap] * (2 * self._leaves)
+
+    def take(self, need: int) -> int:
+        """The first row that has room for so many tokens, and has them now."""
+        at = 1
+        while at < self._leaves:
+            at = 2 * at + (self._most[2 * at] < need)
+        row = at - self._leaves
+        self._most[at] -= need
+        while at := at // 2:
+            self._most[at] = max(self._most[2 * at : 2 * at + 2])
+        return row
 
 
 def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: int) -> list[RowSamples] | None:
@@ -143,29 +162,34 @@ def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: in
     rows: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
     cheapest = [(0.0, row) for row in range(count)]
+    full: list[tuple[int, tuple[float, int]]] = []  # those that had no room for a sample, the emptiest first
     for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
-        full = []
-        while cheapest and room[cheapest[0][1]] < lengths[sample]:
-            full.append(heappop(cheapest))
+        need = lengths[sample]
+        while full and -full[0][0] >= need:
+            heappush(cheapest, heappop(full)[1])
+        while cheapest and room[cheapest[0][1]] < need:
+            entry = heappop(cheapest)
+            heappush(full, (-room[entry[1]], entry))
         if not cheapest:
             return None
         cost, row = heappop(cheapest)
         rows[row].append(sample)
-        room[row] -= lengths[sample]
-        for entry in [*full, (cost + costs[sample], row)]:
-            heappush(cheapest, entry)
+        room[row] -= need
+        heappush(cheapest, (cost + costs[sample], row))
     return [tuple(sorted(row, key=lambda i: (-lengths[i], i))) for row in rows]
 
 
 def _align(rows: list[RowSamples], costs: Sequence[float], lanes: int) -> list[RowSamples]:
     """Split rows until their number divides by ``lanes`` or every row is one sample."""
     rows = list(rows)
+    cost = [sum(costs[i] for i in row) for row in rows]
     while len(rows) % lanes:
         splittable = [r for r, row in enumerate(rows) if len(row) > 1]
         if not splittable:
             break
-        costliest = max(splittable, key=lambda r: (sum(costs[i] for i in rows[r]), -r))
-        rows[costliest : costliest + 1] = _halves(rows[costliest], costs)
+        at = max(splittable, key=lambda r: (cost[r], -r))
+        rows[at : at + 1] = halves = _halves(rows[at], costs)
+        cost[at : at + 1] = [sum(costs[i] for i in row) for row in halves]
     return rows
 
 

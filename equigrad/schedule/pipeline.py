@@ -5,11 +5,10 @@ A schedule is one list of actions per rank, a function of a few integers, so tha
 cannot deadlock. Nothing here knows tensors or processes; ``equigrad.parallel.pipeline`` executes a program.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -38,12 +37,6 @@ class PipelineSchedule:
     def stages(self) -> int:
         """Number of stages over all ranks."""
         return self.ranks * self.stages_per_rank
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal on all ranks, or the ranks disagree about the work."""
-        text = "\n".join(f"{rank}: {action}" for rank, actions in enumerate(self.actions) for action in actions)
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @lru_cache(maxsize=64)

@@ -47,7 +47,8 @@ def piece_texts(division: Division, share: Share) -> list[str]:
 
 def headline(division: Division) -> str:
     """What the step is made of."""
-    kinds = f" of {len(division.modalities)} modalities" if len(division.modalities) > 1 else ""
+    several = len(set(division.kinds))
+    kinds = f" of {several} modalities" if several > 1 else ""
     samples = f"{len(division.samples):,} samples{kinds}, {division.tokens:,} tokens"
     loss = "all" if division.loss_tokens == division.tokens else f"{division.loss_tokens:,}"
     return f"{division.name}, step {division.step}: {samples}, {loss} of them in the loss"
@@ -118,10 +119,7 @@ def draw_text(division: Division, width: int = 100) -> str:
 
 def modality_text(division: Division, number: int) -> str:
     """What kind of tokens a round has; empty where all are of one kind."""
-    if len(division.modalities) == 1:
-        return ""
-    first = next(sample for row in division.rounds[number] for sample, _ in row.samples)
-    return f" · {division.samples[first].modality}"
+    return f" · {division.kinds[number]}" if len(set(division.kinds)) > 1 else ""
 
 
 def _cut(line: str, width: int) -> str:

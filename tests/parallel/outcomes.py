@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,7 +52,8 @@ class GivenRows:
         numbers = iter(range(len(self._lengths())))
         rows = [tuple(next(numbers) for _ in row) for row in self._steps[self._step - 1]]
         rows += [()] * (-len(rows) % self._lanes)
-        return Schedule(tuple(tuple(rows[i : i + self._lanes]) for i in range(0, len(rows), self._lanes)))
+        rounds = tuple(tuple(rows[i : i + self._lanes]) for i in range(0, len(rows), self._lanes))
+        return Schedule(rounds, ("text",) * len(rounds), tuple(1.0 + max(map(len, round_)) for round_ in rounds))
 
     def read(self, ref: SampleRef) -> Sample:
         ids = np.random.default_rng([self._step, ref.document]).integers(0, 257, ref.length + 1)
@@ -79,11 +81,21 @@ def layout_job(layout: Layout, **changes: Any) -> Job:
     return tiny_job(**{"train__steps": 3, "model__num_key_value_heads": 4, "optim__eps": 1e-5} | choices | changes)
 
 
-def three_steps(layout: Layout, changes: dict[str, Any], folder: Path, given: Sequence[Rows] | None = None) -> Outcome:
-    """Train for three steps, of the job's own text or of ``given`` rows, on the ranks of this pool."""
+def grouped(batch: Batch) -> Batch:
+    """Pairs of samples belong together, and every fifth is alone."""
+    samples = [ref._replace(group=None if at % 5 == 0 else at // 2) for at, ref in enumerate(batch.samples)]
+    return replace(batch, samples=tuple(samples))
+
+
+def three_steps(layout: Layout, changes: dict[str, Any], folder: Path, given: Any = None) -> Outcome:
+    """Train for three steps, of the job's own text (``grouped``: in groups) or of ``given`` rows, on the ranks of this
+    pool."""
     trainer, gradients, stop = make_trainer(layout_job(layout, **changes), folder), [], StopRequest()
     plain, scheduled = trainer.gradients, nullcontext()
-    if given is not None:
+    if given == "grouped":
+        batches = map(grouped, iter(trainer.stream.next_batch, None))
+        trainer.stream.next_batch = batches.__next__  # type: ignore[method-assign]
+    elif given is not None:
         stream = GivenRows(given, trainer.world.lanes)
         trainer.stream = stream  # type: ignore[assignment]
         scheduled = patch("equigrad.trainer.schedule_samples", stream.schedule)  # type: ignore[assignment]

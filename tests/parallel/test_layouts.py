@@ -272,10 +272,30 @@ def test_several_objectives_are_each_divided_by_a_count_of_their_own(
     check(workers, alone, tmp_path, layout, SPARSE | FURTHER, ROWS)
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2, "cp": 2}, {"dp_shard": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp_shard": 2}, {"dp_replicate": 2, "cp": 2, "ep": 2}, {"dp_shard": 4, "pp": 2, "pp_schedule": "zero_bubble"}],
+    ids=str,
+)
 def test_several_modalities_are_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
-    sources = [{"path": "builtin:moby-dick", "modality": "sea"}, {"path": "builtin:sotu", "modality": "land"}]
-    check(workers, alone, tmp_path, layout, {"data__sources": sources})
+    """Of one there are fewer samples than lanes, so that a round in the middle has empty rows."""
+    sea = {"path": "builtin:moby-dick", "modality": "sea", "weight": 8.0}
+    sources = [{"path": "builtin:sotu", "modality": "land"}, sea]
+    check(workers, alone, tmp_path, layout, SPARSE | {"data__sources": sources})
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_scaled_positions_are_one_process(
+    workers: Pools, alone: Any, tmp_path: Path, layout: Layout, kind: str
+) -> None:
+    scaled = {"model__rope_scaling": {"kind": kind, "factor": 2.0}, "model__max_position_embeddings": 12}
+    check(workers, alone, tmp_path, layout, scaled | {"data__context": 12}, ROWS)
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"dp_replicate": 2, "pp": 2}], ids=str)
+def test_groups_are_one_process(workers: Pools, alone: Any, tmp_path: Path, layout: Layout) -> None:
+    check(workers, alone, tmp_path, layout, {"batch__tokens": 200}, "grouped")
 
 
 @pytest.mark.parametrize("layout", RECURRENT_LAYOUTS, ids=str)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,21 +90,31 @@ def test_what_is_drawn_is_what_the_ranks_hold(workers: Callable[[int], Workers],
     assert {rank: (positions, tokens) for rank, positions, tokens in workers(4).run(held_by, layout)} == told
 
 
-def test_a_pipeline_is_played_with_the_longest_row_of_each_round() -> None:
+def test_a_pipeline_is_played_with_the_costliest_row_of_each_round() -> None:
     found = division(pp=2, dp_shard=2)
     assert found.timeline is not None
     forwards = [span for span in found.timeline.spans[0] if str(span.action).startswith("forward")]
-    longest = [max(row.tokens for row in rows) for rows in found.rounds]
-    assert [span.end - span.start for span in forwards] == [1.0 + tokens for tokens in longest]
+    costs = [max(sum(found.costs[i] for i, _ in row.samples) for row in rows) for rows in found.rounds]
+    taken = [span.end - span.start for span in forwards]
+    assert [time - taken[0] for time in taken] == pytest.approx([(cost - costs[0]) / max(costs) for cost in costs])
     assert 0 < found.bubble < 1
     assert division(dp_shard=2).timeline is None
 
 
 def test_a_label_out_of_the_loss_does_not_cost_the_head() -> None:
     model, (one, other) = tiny_job().model, refs([40, 40])
-    masked, all_ = sample_costs([replace(one, loss_tokens=10), other], model)
+    masked, all_ = sample_costs([one._replace(loss_tokens=10), other], model)
     assert all_ - masked == 30 * 6 * model.vocab_size * model.hidden_size
     assert all_ == pytest.approx(40 * token_flops(model)(41 / 2))
+
+
+def test_a_query_sees_no_more_than_its_window() -> None:
+    model = tiny_job(model__sliding_window=8).model
+    width = 12 * model.num_hidden_layers * model.num_attention_heads * model.head_size
+    for length in (3, 8, 9, 40):
+        seen = sum(min(query, 8) for query in range(1, length + 1))
+        costs = [sample_costs(refs([length]), of)[0] for of in (model, tiny_job().model)]
+        assert costs[1] - costs[0] == pytest.approx(width * (length * (length + 1) / 2 - seen))
 
 
 def test_imbalance_compares_the_costliest_lane_with_the_mean() -> None:

@@ -53,7 +53,7 @@ def test_text_fits_the_terminal_and_a_page_or_two(layout: dict[str, Any], width:
 
 
 def test_rounds_tell_their_modality_where_there_are_several() -> None:
-    given = [replace(ref, modality="image" if number % 3 else "text") for number, ref in enumerate(refs([48] * 12))]
+    given = [ref._replace(modality="image" if number % 3 else "text") for number, ref in enumerate(refs([48] * 12))]
     found = divide(job(dp_shard=2), given, 1)
     text = draw_text(found, 120)
     assert "12 samples of 2 modalities, " in text
@@ -88,7 +88,6 @@ def test_an_svg_is_one_file_that_stands_alone(layout: dict[str, Any]) -> None:
 
 
 def test_a_name_cannot_break_the_file() -> None:
-    from dataclasses import replace
 
     ElementTree.fromstring(draw_svg(replace(division(), name="a<b & c>")))
 
