@@ -20,10 +20,12 @@ from equigrad.models.decoder import Decoder
 from equigrad.models.parts import EMBEDDING
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.exact.channels import Grids
+from equigrad.numerics.ops import COMPUTE_DTYPES
 from equigrad.observe.profile import StepProfiler
-from equigrad.optim.adamw import AdamW
-from equigrad.optim.exact import ExactAdamW, exact_norm
+from equigrad.optim.arithmetic import Arithmetic, Native
+from equigrad.optim.exact import Exact, exact_norm
 from equigrad.optim.norm import clip, local_square_sum
+from equigrad.optim.optimizer import Optimizer
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.placement import Placed, local_part
 from equigrad.parallel.ranks import SharedUserError
@@ -48,10 +50,9 @@ class Trainer:
         self.balance = Balance(job.model, self.parameters, world.device, world.rank)
         self.execution = Execution(job, world, self.parts, self.balance)
         self.grids: Grids | None = next(iter(self.parts.values())).grids
-        rule = AdamW if self.grids is None else ExactAdamW
         self.redone = 0
         """How many steps were done once more since this process began, because a value had left its grid."""
-        self.optimizer = rule(job.optim, self.parameters, self.specs)
+        self.optimizer = Optimizer(job.optim, self.parameters, self.specs, self._arithmetic(), world.axis("stage"))
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
         self.step = 0
@@ -186,6 +187,14 @@ class Trainer:
             for gradient in local.values():
                 gradient.add_(0.0)  # a zero has no sign, whoever added it up
         return {n: Placed(self.parameters[n].placement, gradient) for n, gradient in local.items()}
+
+    def _arithmetic(self) -> Arithmetic:
+        """How the optimizer computes."""
+        stage = self.world.axis("stage")
+        if self.grids is not None:
+            return Exact(stage.add, stage.largest)
+        compute = COMPUTE_DTYPES[self.job.numerics.dtype]
+        return Native(stage.add, None if compute == torch.float32 else compute)
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters; no name is in two of its parts."""

@@ -1,23 +1,56 @@
 """The optimizer and its learning-rate schedule."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 
+Rule: TypeAlias = Literal["adamw", "lion", "muon", "normuon", "lionmuon", "signmuon", "meqmuon"]
+
 
 class Optim(Section):
     """How gradients become an update."""
 
-    name: Literal["adamw"] = "adamw"
-    """Which rule."""
+    name: Rule = "adamw"
+    """Which rule, of matrices in blocks: ``adamw``; ``lion``; ``muon``; ``normuon``; ``lionmuon``; ``signmuon``;
+    ``meqmuon``. Docs: [Optimizers](optimizers.md)."""
     lr: float = Field(3e-3, gt=0)
     """Peak learning rate."""
+    embedding_lr: float = Field(1.0, ge=0)
+    """Learning rate of the embedding, in parts of ``lr``."""
+    head_lr: float = Field(1.0, ge=0)
+    """Learning rate of an output head that is not tied to the embedding, in parts of ``lr``."""
+    vector_lr: float = Field(1.0, ge=0)
+    """Learning rate of norms, biases and other vectors, in parts of ``lr``."""
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    """Decay of the first and the second moment."""
+    """AdamW: decay of the first and the second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
+    lion_betas: tuple[float, float] = Field((0.9, 0.99), strict=False)
+    """Lion and LionMuon: how much of the buffer is in the update, and its decay."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon, NorMuon, MeqMuon: how much of the buffer is kept each step. SignMuon: both of Lion's decays."""
+    nesterov: bool = True
+    """Muon, NorMuon: look one step ahead."""
+    row_beta: float = Field(0.95, ge=0, lt=1)
+    """NorMuon: decay of the second moment of each row."""
+    newton_schulz: Literal["quintic", "polar_express"] = "quintic"
+    """Polynomials by which matrices are orthogonalised. ``quintic``: one, repeated (Muon); ``polar_express``: another
+    each time (arXiv 2505.16932)."""
+    newton_schulz_steps: int = Field(5, ge=1, le=10)
+    """How many times a polynomial is applied."""
+    update_scale: Literal["rms", "spectral"] = "rms"
+    """What an orthogonalised update of [m, n] is multiplied by. ``rms``: 0.2 sqrt(max(m, n)), by which it is as large
+    as AdamW's, so that rates carry over; ``spectral``: sqrt(m / n)."""
+    period: int = Field(2, ge=1)
+    """LionMuon, SignMuon: every so many steps, the first included, the update is orthogonalised; in between it is a
+    sign."""
+    lion_lr: float | None = Field(None, gt=0)
+    """LionMuon, SignMuon: the learning rate of signs, in parts of ``lr``; by default 1/20, and 1/40 from ``period`` 5
+    on."""
+    meq_scale: float = Field(0.2, gt=0)
+    """MeqMuon: root mean square of an update of learning rate 1."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay of matrices (times the learning rate); norms and biases do not decay."""
     clip_norm: float = Field(1.0, ge=0)
@@ -33,8 +66,14 @@ class Optim(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
+    @property
+    def sign_lr(self) -> float:
+        """``lion_lr``, the default applied."""
+        return self.lion_lr or (1 / 20 if self.period < 5 else 1 / 40)
+
     @model_validator(mode="after")
     def _betas(self) -> "Optim":
-        if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), not {self.betas}")
+        for name, betas in (("betas", self.betas), ("lion_betas", self.lion_betas)):
+            if not all(0 <= b < 1 for b in betas):
+                raise ValueError(f"{name} must lie in [0, 1), not {betas}")
         return self

@@ -54,6 +54,12 @@ class Spec:
         return math.prod(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is a linear layer in a block, or a stack of experts' layers. The kernel of a convolution is as
+        many vectors as it has channels."""
+        return len(self.shape) == {"matrix": 2, "experts": 3}.get(self.role)
+
+    @property
     def trained(self) -> bool:
         """Whether gradients change it."""
         return not self.frozen and self.role != "state"

@@ -1,7 +1,4 @@
-"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on local shards, through PyTorch's fused kernel.
-
-An optimizer here is a rule over parameters with roles, and a state that is sharded exactly as the parameters are.
-"""
+"""AdamW (Loshchilov and Hutter, arXiv 1711.05101) on local shards, through PyTorch's fused kernel."""
 
 from collections.abc import Mapping
 
@@ -9,48 +6,40 @@ import torch
 from torch.optim.adamw import adamw
 
 from equigrad.config.optim import Optim
-from equigrad.models.specs import Spec
+from equigrad.optim.roles import Rates
 from equigrad.parallel.placement import Placed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """State: two moments per parameter, in its place, and the number of updates made."""
+    """State: two moments per parameter, in its place."""
 
     moment_dtype: torch.dtype | None = None
     """None: that of the parameter."""
 
-    def __init__(self, config: Optim, parameters: Mapping[str, Placed], specs: Mapping[str, Spec]) -> None:
-        self.config = config
-        self._updates = 0
-        self._parameters = {n: p for n, p in parameters.items() if specs[n].trained}
+    def __init__(self, config: Optim, parameters: Mapping[str, Placed], rates: Rates) -> None:
+        self.config, self._parameters, self._rates = config, parameters, rates
         # The kernel wants its own count beside each tensor, and moves it itself.
-        self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in self._parameters.items()}
-        self._decays = {name: specs[name].role != "vector" for name in self._parameters}
+        self._counts = {n: torch.zeros((), device=p.tensor.device) for n, p in parameters.items()}
+        self._counted = 0
         dtype = self.moment_dtype
         self._moments = {
-            m: {n: torch.zeros_like(p.tensor, dtype=dtype) for n, p in self._parameters.items()} for m in MOMENTS
+            m: {n: torch.zeros_like(p.tensor, dtype=dtype) for n, p in parameters.items()} for m in MOMENTS
         }
 
-    @property
-    def updates(self) -> int:
-        """How many updates have been made."""
-        return self._updates
-
-    @updates.setter
-    def updates(self, updates: int) -> None:
-        self._updates = updates
-        for count in self._counts.values():
-            count.fill_(float(updates))
-
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Placed], lr: float) -> None:
-        """Update every parameter in place from its gradient, with learning rate ``lr``."""
-        for decays in (True, False):
-            names = [n for n, p in self._parameters.items() if self._decays[n] == decays and p.placement.numel]
-            if not names:
-                continue
+    def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
+        """Update every parameter in place from its gradient; ``update``: how many were made before."""
+        if self._counted != update:
+            for count in self._counts.values():
+                count.fill_(float(update))
+        self._counted = update + 1
+        alike: dict[tuple[float, float], list[str]] = {}
+        for name, placed in self._parameters.items():
+            if placed.placement.numel:
+                alike.setdefault(self._rates(name, lr), []).append(name)
+        for (rate, decay), names in alike.items():
             tensors = [self._parameters[n].tensor for n in names]
             first, second = ([self._moments[m][n] for n in names] for m in MOMENTS)
             adamw(
@@ -64,12 +53,11 @@ class AdamW:
                 amsgrad=False,
                 beta1=self.config.betas[0],
                 beta2=self.config.betas[1],
-                lr=lr,
-                weight_decay=self.config.weight_decay if decays else 0.0,
+                lr=rate,
+                weight_decay=decay,
                 eps=self.config.eps,
                 maximize=False,
             )
-        self._updates += 1
 
     def state(self) -> dict[str, Placed]:
         """The moments, named ``<moment>.<parameter>``, to save or to load into."""

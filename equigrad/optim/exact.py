@@ -1,4 +1,5 @@
-"""The end of a step in exact numerics: gradient norm and AdamW, the same bits however tensors are sharded."""
+"""The end of a step in exact numerics: gradient norm, AdamW and what other rules are made of, the same bits however
+tensors are sharded."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,11 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from equigrad.numerics.exact.elementary import exponent, power_of_two, sqrt
+from equigrad.config.optim import Optim
+from equigrad.numerics.exact.elementary import exponent, power_of_two, quotient, sqrt
 from equigrad.numerics.exact.fused import fused
-from equigrad.numerics.exact.grids import fixed, term_bits
+from equigrad.numerics.exact.grids import fixed, largest, operand_bits, relative, sum_last, term_bits
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
+from equigrad.optim.arithmetic import OverRanks, Sums, sums_over_ranks
+from equigrad.optim.newton_schulz import SMALLEST, polynomials
 from equigrad.parallel.placement import Placed
 
 _PIECE = 1 << 20
@@ -90,19 +94,117 @@ class ExactAdamW(AdamW):
     moment_dtype = torch.float32
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Placed], lr: float) -> None:
-        """Update every parameter in place from its gradient, with learning rate ``lr``."""
-        self._updates += 1
+    def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
+        """Update every parameter in place from its gradient; ``update``: how many were made before."""
         beta1, beta2 = self.config.betas
-        rate = lr / (1 - power(beta1, self._updates))
-        root = math.sqrt(1 - power(beta2, self._updates))
+        corrected = 1 - power(beta1, update + 1)
+        root = math.sqrt(1 - power(beta2, update + 1))
         for name, placed in self._parameters.items():
             if not placed.placement.numel:
                 continue
-            decay = 1 - lr * self.config.weight_decay if self._decays[name] else 1.0
+            rate, decay = self._rates(name, lr)
             first, second = (self._moments[moment][name] for moment in MOMENTS)
             divisor = placed.tensor.new_full((), root)
             for parameter, gradient, m, v in _pieces(placed.tensor, gradients[name].tensor, first, second):
-                new = _adamw(parameter, gradient, m, v, beta1, beta2, rate, decay, divisor, self.config.eps)
+                new = _adamw(
+                    parameter,
+                    gradient,
+                    m,
+                    v,
+                    beta1,
+                    beta2,
+                    rate / corrected,
+                    1 - rate * decay,
+                    divisor,
+                    self.config.eps,
+                )
                 for kept, value in zip((parameter, m, v), new, strict=True):
                     kept.copy_(value)
+
+
+@fused
+def _mixed(moment: Tensor, gradient: Tensor, keep: float, add: float) -> Tensor:
+    return (moment.double() * keep + gradient * add).to(moment.dtype)
+
+
+@fused
+def _applied(parameter: Tensor, update: Tensor, decay: float, rate: float) -> Tensor:
+    return parameter * decay - update.double() * rate
+
+
+class Exact:
+    """``Arithmetic`` of IEEE operations in one order, and of sums without one. Parameters and gradients are float64,
+    buffers and updates float32.
+
+    add, largest: over the ranks that have parts of the same parameters, element by element and in place
+    """
+
+    moment_dtype: torch.dtype | None = torch.float32
+    adamw: type[AdamW] = ExactAdamW
+
+    def __init__(self, add: OverRanks, largest: OverRanks) -> None:
+        self._add, self._largest = add, largest
+
+    def mix(self, moment: Tensor, gradient: Tensor, keep: float, add: float) -> None:
+        moment.copy_(self.mixed(moment, gradient, keep, add))
+
+    def mixed(self, moment: Tensor, gradient: Tensor, keep: float, add: float) -> Tensor:
+        return _mixed(moment, gradient, keep, add)
+
+    def apply(self, parameter: Tensor, update: Tensor, decay: float, rate: float) -> None:
+        for kept, made in _pieces(parameter, update):
+            kept.copy_(_applied(kept, made, decay, rate))
+
+    def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
+        """Products of operands on grids: of X and X^T, the contraction is as long as a row; of the others, as long as
+        the smaller side."""
+        applied, larger = polynomials(config)
+        tall, y = x.shape[1] > x.shape[2], x.double()
+        y = y.mT.contiguous() if tall else y
+        size = sqrt(self.sum_last(self.sum_last(y * y).mT)) * larger
+        y = y / size.clamp(min=SMALLEST)
+        for a, b, c in applied:
+            squares = _product(y, y.mT)
+            y = y * a + _product(squares * b + _product(squares, squares) * c, y)
+        return ((y.mT if tall else y) + 0.0).float()
+
+    def mean_square(self, x: Tensor, dim: int) -> Tensor:
+        squares = x.double() * x.double()
+        total = self.sum_last(squares) if dim == 2 else self.sum_last(squares.mT).mT
+        return quotient(total, x.shape[dim])
+
+    def sum_last(self, x: Tensor) -> Tensor:
+        return sum_last(x.contiguous())
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        return sqrt(x)
+
+    def square_sums(self, of: Sequence[Sums]) -> list[Tensor]:
+        """The squares on a grid of the largest, of all ranks: exact."""
+        if not of:
+            return []
+        tops = torch.stack(
+            [
+                s.placed.tensor.abs().max().double()
+                if s.placed.tensor.numel()
+                else s.placed.tensor.new_zeros((), dtype=torch.float64)
+                for s in of
+            ]
+        )
+        self._largest(tops)
+        limits, terms = power_of_two(exponent(tops)), []
+        for sums, limit in zip(of, limits, strict=True):
+            units = sums.placed.tensor.double() / limit
+            terms.append(fixed(units * units, term_bits(math.prod(sums.placed.placement.shape))))
+        found = sums_over_ranks(of, terms, self._add)
+        return [total * (limit * limit) for total, limit in zip(found, limits, strict=True)]
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x [k, m, l] times y [k, l, n], each on a grid of its matrix."""
+    bits, other = operand_bits(x.shape[2])
+    return torch.bmm(_onto(x, bits), _onto(y, other))
+
+
+def _onto(x: Tensor, bits: int) -> Tensor:
+    return relative(x, bits, largest(largest(x, 2), 1))

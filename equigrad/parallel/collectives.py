@@ -24,6 +24,18 @@ class Axis:
     rank: int = 0
     size: int = 1
 
+    def add(self, values: Tensor) -> Tensor:
+        """Sums over the ranks, element by element, in place."""
+        if self.group is not None and values.numel():
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Replaces each entry by the largest one of the ranks."""
+        if self.group is not None and values.numel():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
     def split(self, partition: Partition) -> "Split | None":
         """This rank's part of what is divided over the axis; None where one rank has it all."""
         return None if self.group is None else Split(partition, self.group, self.rank)

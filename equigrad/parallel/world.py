@@ -32,7 +32,8 @@ class World:
     expert_mesh: dimensions (pp, dp_replicate, expert_fsdp, ep, tp), where fsdp is divided by ep; None where ep is 1
     control:     process group on the CPU for agreements within the loop: waits ``layout.timeout_s``
     patient:     the same, but waits for days where one rank prepares what the others wait for
-    axes:        this rank's place along dp_replicate, dp_shard, cp, tp, pp and ep
+    axes:        this rank's place along dp_replicate, dp_shard, cp, tp, pp and ep, and among the ranks of its stage of
+                 the pipeline, which together have all of its parameters
     """
 
     layout: Layout
@@ -165,6 +166,9 @@ def make_mesh(layout: Layout, device_type: str) -> tuple[DeviceMesh, dict[str, A
     every = mesh._unflatten("fsdp", (layout.dp_shard, layout.cp), ("dp_shard", "cp"))
     sizes = {name: every.size(dim) for dim, name in enumerate(every.mesh_dim_names or ())}
     axes = {n: Axis(every.get_group(n), every.get_local_rank(n), size) for n, size in sizes.items() if size > 1}
+    if (size := layout.world_size // layout.pp) > 1:
+        stage = mesh["dp_replicate", "fsdp", "tp"]._flatten("stage")
+        axes["stage"] = Axis(stage.get_group(), stage.get_local_rank(), size)
     if layout.ep == 1:
         return mesh, axes, None
     experts = mesh._unflatten("fsdp", (shape[2] // layout.ep, layout.ep), ("expert_fsdp", "ep"))

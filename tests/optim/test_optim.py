@@ -8,9 +8,11 @@ import torch
 
 from equigrad.config.optim import Optim
 from equigrad.models.specs import Spec
-from equigrad.optim.adamw import AdamW
+from equigrad.optim.arithmetic import Native
 from equigrad.optim.norm import clip, local_square_sum
+from equigrad.optim.optimizer import Optimizer
 from equigrad.optim.schedule import learning_rate
+from equigrad.parallel.collectives import ALONE
 from equigrad.parallel.placement import place_all
 
 
@@ -19,7 +21,8 @@ def test_adamw_matches_pytorch_with_decay_on_matrices_only() -> None:
     matrix, vector = (torch.randn(*s, generator=generator) for s in ((4, 3), (3,)))
     config = Optim(lr=0.1, betas=(0.8, 0.9), weight_decay=0.2, eps=1e-6)
     ours = place_all([("m", matrix.clone()), ("v", vector.clone())])
-    optimizer = AdamW(config, ours, {"m": Spec((4, 3), "matrix"), "v": Spec((3,), "vector")})
+    specs = {"m": Spec((4, 3), "matrix"), "v": Spec((3,), "vector")}
+    optimizer = Optimizer(config, ours, specs, Native(ALONE.add))
     theirs = [torch.nn.Parameter(matrix.clone()), torch.nn.Parameter(vector.clone())]
     groups = [{"params": theirs[:1], "weight_decay": 0.2}, {"params": theirs[1:], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9), eps=1e-6)
