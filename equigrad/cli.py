@@ -145,7 +145,9 @@ class _Parser(argparse.ArgumentParser):
         if option and self.prog.endswith(OVERRIDABLE):
             from equigrad.config.load import nearest
 
-            raise UserError(f"unknown option --{option}{nearest(option)}")
+            own = [known.removeprefix("--") for action in self._actions for known in action.option_strings]
+            hint = f"; did you mean --{option}s?" if f"{option}s" in own else nearest(option)
+            raise UserError(f"unknown option --{option}{hint}")
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 

@@ -7,8 +7,12 @@ from equigrad.config import Job
 from equigrad.data.stream import HeldOut, Stream
 from equigrad.execution import Execution
 from equigrad.parallel.ranks import SharedUserError
+from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.schedule.division import schedule_samples
+
+_ROUNDS_PER_STAGE = 8
+"""Rounds that go through a pipeline at once, for each of its ranks: their rows are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,22 @@ class Evaluation:
         return {names.get(k, k): v for k, v in asdict(self).items()}
 
 
-def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, world: World) -> Evaluation:
+class Stopped(Exception):
+    """An evaluation ended early on all ranks, because some rank was asked to stop."""
+
+
+def evaluate(
+    execution: Execution,
+    stream: Stream,
+    held_out: HeldOut,
+    job: Job,
+    world: World,
+    stop: StopRequest | None = None,
+) -> Evaluation:
     """Every rank runs the same number of rounds, with empty rows where samples run out.
 
-    Raises on every rank, before any work, where ranks disagree about it or no token is in the loss.
+    Raises on every rank, before any work, where ranks disagree about it or no token is in the loss; ``Stopped`` soon
+    after any rank was asked to ``stop``.
     """
     samples, text_bytes, tokens = held_out.samples, held_out.bytes, held_out.loss_tokens
     schedule = schedule_samples(samples, job.model, world.lanes, job.batch.row_tokens, job.batch.packing)
@@ -45,7 +61,12 @@ def evaluate(execution: Execution, stream: Stream, held_out: HeldOut, job: Job, 
             f"the held-out set has no token in the loss: {len(samples)} samples, {held_out.tokens} tokens; there is"
             " nothing to divide its loss by"
         )
-    (total,) = world.sum([execution.evaluate(stream, samples, schedule).loss])
+    own, at_once = 0.0, 1 if world.axis("pp").size == 1 else _ROUNDS_PER_STAGE * world.axis("pp").size
+    for first in range(0, len(schedule.rounds), at_once):
+        if world.sum([float(stop is not None and stop.asked)])[0]:
+            raise Stopped
+        own += execution.evaluate(stream, samples, schedule.part(first, first + at_once)).loss
+    (total,) = world.sum([own])
     loss = total / tokens
     bits = total / math.log(2) / text_bytes if text_bytes else math.nan
     return Evaluation(loss, bits, math.exp(min(loss, 700.0)), tokens, text_bytes)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,13 @@ def in_one_piece(path: Path) -> Iterator[Path]:
     """A name beside ``path`` to write to; in the end it becomes ``path``. An error leaves ``path`` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.tmp")
-    yield aside
-    aside.replace(path)
+    try:
+        yield aside
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

@@ -34,6 +34,11 @@ from equigrad.files import write_json, write_text, writing
 _FIXED = ("seed", "model", "lora", "data", "numerics.kind")
 _FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef", "model.mtp_loss_coef")
 _LOCK = ".lock"
+# What is shown of a summary; the rest may be anything.
+_SUMMARY: dict[str, Any] = {"steps": int, "tokens": int, "wall_seconds": int | float, "parameter_digest": str}
+_HELD_OUT: dict[str, Any] = {
+    "held_out_loss": int | float, "held_out_bits_per_byte": int | float, "held_out_tokens": int, "held_out_bytes": int,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,13 +134,30 @@ class Run:
         """Create the folder and write the resolved job, atomically."""
         write_text(self.job_file, dump_toml(job))
 
+    def check_restart(self) -> None:
+        """A run that is resumed without a checkpoint begins again. ``UserError`` where it had ended, and so had one."""
+        if self.summary.exists():
+            raise UserError(
+                f"{self.folder} has ended once, as its summary.json says, but its checkpoints are gone; put them back,"
+                " or start a new run elsewhere"
+            )
+        if self.metrics.exists():
+            print(f"{self.folder} has no checkpoint: it begins again at step 1, and its records with it")
+
     def read_summary(self) -> dict[str, Any]:
-        """``summary.json``. ``UserError`` where it cannot be read."""
+        """``summary.json``. ``UserError`` where it cannot be read, or is no summary."""
         try:
-            summary: dict[str, Any] = json.loads(self.summary.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.summary} cannot be read: {error}; remove it to have it made again") from None
-        return summary
+        held_out = isinstance(summary, dict) and summary.get("held_out_loss") is not None
+        for key, kind in (_SUMMARY | _HELD_OUT if held_out else _SUMMARY).items():
+            if not isinstance(summary, dict) or not isinstance(summary.get(key), kind):
+                raise UserError(
+                    f"{self.summary} is not the summary of a run: {key} is missing or wrong; remove it to have it made"
+                    " again"
+                )
+        return dict(summary)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``, atomically."""

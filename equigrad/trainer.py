@@ -13,7 +13,7 @@ from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
-from equigrad.evaluation import Evaluation, evaluate
+from equigrad.evaluation import Evaluation, Stopped, evaluate
 from equigrad.execution import Execution, Outcome
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
@@ -91,7 +91,10 @@ class Trainer:
                     saved = self.step
                 last = stopped or self.step >= job.train.steps
                 if job.train.eval_every and self.step % job.train.eval_every == 0 and not last:
-                    self.evaluate(observer, job.train.eval_tokens)
+                    try:
+                        self.evaluate(observer, job.train.eval_tokens, stop)
+                    except Stopped:
+                        stopped = True
             if saved != self.step:
                 self.save()
         self.counters["wall_seconds"] += time.perf_counter() - mark
@@ -226,13 +229,15 @@ class Trainer:
                 f"{what}: not finite, more than train.max_skips = {job.train.max_skips} in a row; the run stops"
             )
 
-    def evaluate(self, observer: "Observer", max_tokens: int | None = None) -> Evaluation | None:
-        """Held-out loss; None where nothing is held out."""
+    def evaluate(
+        self, observer: "Observer", max_tokens: int | None = None, stop: StopRequest | None = None
+    ) -> Evaluation | None:
+        """Held-out loss; None where nothing is held out. Raises ``Stopped``, on all ranks, where one was asked to."""
         held_out = self.stream.held_out(max_tokens)
         if not held_out.samples:
             return None
         observer.evaluating()
-        result = evaluate(self.execution, self.stream, held_out, self.job, self.world)
+        result = evaluate(self.execution, self.stream, held_out, self.job, self.world, stop)
         observer.evaluation(self.step, result)
         return result
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.tokenizers import byte_tokenizer
@@ -254,3 +255,32 @@ def test_a_checkpoint_is_saved_before_its_evaluation_and_a_stop_evaluates_nothin
 
     trainer.run(StopAtFour(), stop)
     assert seen == [("save", 2), ("evaluate", 2), ("save", 4)]
+
+
+def stopped_evaluation(job: Job, folder: Path, stopping: int) -> tuple[list[int], int, bool]:
+    """One rank is asked to stop in the evaluation after the second step, when the first of its rounds is done."""
+    trainer, stop, done = make_trainer(job, folder), StopRequest(), []
+    whole = trainer.execution.evaluate
+
+    def counted(*args: Any) -> Any:
+        done.append(len(args[-1].rounds))
+        stop.asked = trainer.world.rank == stopping
+        return whole(*args)
+
+    trainer.execution.evaluate = counted  # type: ignore[method-assign]
+    finished = trainer.run(Records(), stop)
+    return done, trainer.step, finished
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_a_stop_ends_an_evaluation_on_all_ranks_and_the_step_is_saved(
+    workers: Pools, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    changes = {f"layout__{key}": value for key, value in layout.items()}
+    job = tiny_job(train__steps=4, train__eval_every=2, data__held_out_every=3, batch__row_tokens=48, **changes)
+    size = job.layout.world_size
+    arguments = (stopped_evaluation, job, tmp_path / "run", size - 1)
+    results = workers(size).run(*arguments) if size > 1 else [stopped_evaluation(*arguments[1:])]
+    rounds_at_once = 16 if layout == {"pp": 2} else 1
+    assert results == [([rounds_at_once], 2, False)] * size
+    assert str(latest(tmp_path / "run" / "checkpoints")).endswith("step-00000002")

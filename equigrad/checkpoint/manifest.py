@@ -96,7 +96,7 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: not valid JSON ({error})") from error
     version = body.get("format") if isinstance(body, dict) else None
     if not isinstance(version, int):

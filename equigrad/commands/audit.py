@@ -172,7 +172,7 @@ def _shown(text: str) -> str:
 def _merge(files: list[Path], out: str | None) -> int:
     merged = merge(files)
     run = merged["run"]
-    print(f"{merged['verdict']}: steps {run['first']}..{run['last']}, {len(merged['reports'])} reports")
+    print(f"{merged['verdict']}: steps {run['first']}..{run['last']}, {len(merged['reports'])} report(s)")
     for part in merged["coverage"]:
         first, last = part["steps"]
         print(f"steps {first}..{last}  confirmed by {part['confirmed_by']}" if part["confirmed_by"] else

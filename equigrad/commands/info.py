@@ -1,7 +1,6 @@
 """``equigrad info`` and ``equigrad report``: what is in a run, a checkpoint or a model folder."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def _run(run: Run) -> dict[str, Any]:
     from equigrad.checkpoint.folder import list_checkpoints
 
     job = run.job()
-    summary = _summary(run.summary)
+    summary = run.read_summary() if run.summary.exists() else None
     return {
         "kind": "run",
         "path": str(run.folder),
@@ -41,16 +40,6 @@ def _run(run: Run) -> dict[str, Any]:
         "checkpoints": [_checkpoint(c) for c in list_checkpoints(run.folder / "checkpoints")],
         "summary": summary,
     }
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    """What a finished run left, else None."""
-    if not path.exists():
-        return None
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: not the summary of a run: {error}") from None
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:

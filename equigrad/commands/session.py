@@ -9,7 +9,7 @@ from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.data.stream import Batch
 from equigrad.data.tokenizers import Tokenizer
-from equigrad.evaluation import Evaluation
+from equigrad.evaluation import Evaluation, Stopped
 from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
@@ -44,6 +44,8 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     trainer = Trainer(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
+    if resume and checkpoint is None:
+        world.run_where(world.is_main, run.check_restart)
     world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
     give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
@@ -60,8 +62,12 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
         world.run_where(world.is_main, lambda: _begin(trainer, run))
         observer = _Observer(trainer, sinks, peak, progress, recorder)
-        finished = trainer.run(observer, stop)
-        held_out = trainer.evaluate(observer) if finished else None
+        held_out, finished = None, trainer.run(observer, stop)
+        if finished:
+            try:
+                held_out = trainer.evaluate(observer, stop=stop)
+            except Stopped:
+                finished = False
     if finished:
         _finish(trainer, run, tokenizer, held_out)
     elif world.is_main:

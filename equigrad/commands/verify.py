@@ -45,7 +45,8 @@ def _verify(job: Job, kind: str, arguments: argparse.Namespace, folder: Path) ->
     ]
     for case in (reference, *cases):
         check_layout(case.job(file))
-    print(f"{arguments.steps} steps of {arguments.job} in {kind} numerics, against exact numerics on one process")
+    steps = "1 step" if arguments.steps == 1 else f"{arguments.steps} steps"
+    print(f"{steps} of {arguments.job} in {kind} numerics, against exact numerics on one process", flush=True)
     if run_case(reference, file, arguments.steps) != 0:
         return 1
     rows: list[dict[str, Any]] = []
@@ -53,11 +54,12 @@ def _verify(job: Job, kind: str, arguments: argparse.Namespace, folder: Path) ->
     width = max(len(case.name) for case in cases)
     for case in cases:
         alone_too = cases[0] if rows and rows[0]["ok"] and kind == "native" else None
+        size = case.job(file).layout.world_size
+        print(f"{case.name:<{width}}  {size:>2} process{'es' if size > 1 else '  '}  ", end="", flush=True)
         row = _row(case, reference, file, arguments.steps, kind, job.numerics.dtype, alone_too)
         failed += not row["ok"]
         rows.append(row)
-        processes = f"{row['processes']:>2} process{'es' if row['processes'] > 1 else '  '}"
-        print(f"{case.name:<{width}}  {processes}  {_line(row, kind)}", flush=True)
+        print(_line(row, kind), flush=True)
     # What rounding does on one process was not asked for, but where that fails nothing else can be trusted.
     asked = len(rows) - (kind == "native" and rows[0]["ok"])
     print(f"{asked - failed} of {asked} {'equal' if kind == 'exact' else 'within rounding'}")

@@ -13,7 +13,7 @@ DEFAULT_TOKENS = 16384
 class Source(Section):
     """One source of documents. A bare string in ``data.sources`` is short for ``{path = "..."}``."""
 
-    path: str
+    path: str = Field(min_length=1)
     """``builtin:moby-dick``, ``builtin:sotu``, a ``.txt``/``.jsonl``/``.jsonl.gz``/``.parquet`` file, a glob of such
     files, or ``hf:NAME`` for a Hugging Face dataset (needs the ``data`` extra)."""
     weight: float = Field(1.0, gt=0)
@@ -116,5 +116,5 @@ class BatchConfig(Section):
     @model_validator(mode="after")
     def _one_budget(self) -> "BatchConfig":
         if self.tokens is not None and self.samples is not None:
-            raise ValueError("give batch.tokens or batch.samples, not both")
+            raise ValueError("give batch.tokens or batch.samples, not both; `none` takes one of them away")
         return self

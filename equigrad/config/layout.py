@@ -12,14 +12,18 @@ MOST_THREADS = 4096
 """CPU threads that a process may be asked to use: far more than there are cores, far less than would end it."""
 
 
+MOST_RANKS = 1 << 17
+"""Along one degree: more than there are GPUs in the largest clusters."""
+
+
 class Layout(Section):
     """World size = dp_replicate x dp_shard x cp x tp x pp; ep borrows ranks of dp_shard x cp."""
 
-    dp_replicate: int = Field(1, ge=1)
+    dp_replicate: int = Field(1, ge=1, le=MOST_RANKS)
     """Data-parallel copies of the model."""
-    dp_shard: int = Field(1, ge=1)
+    dp_shard: int = Field(1, ge=1, le=MOST_RANKS)
     """Ranks over which one copy of parameters, gradients and optimizer state is sharded (FSDP2)."""
-    cp: int = Field(1, ge=1)
+    cp: int = Field(1, ge=1, le=MOST_RANKS)
     """Context-parallel degree: the tokens of a row are divided over this many ranks."""
     cp_strategy: ContextStrategy = "ring"
     """What attention exchanges between context ranks. ``ring``: keys and values travel round while ranks compute (arXiv
@@ -28,15 +32,15 @@ class Layout(Section):
     cp_zigzag: bool | None = None
     """Give each context rank a range of tokens from the front of the row and one from its back, so that under causal
     attention all have about as much to see; by default with ``ring`` only, for ``ulysses`` divides heads."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree."""
-    pp: int = Field(1, ge=1)
+    pp: int = Field(1, ge=1, le=MOST_RANKS)
     """Pipeline-parallel degree: the blocks are divided over this many ranks."""
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Order of forward and backward passes in a pipeline, see ``equigrad schedule``."""
-    pp_stages: int = Field(1, ge=1)
+    pp_stages: int = Field(1, ge=1, le=MOST_RANKS)
     """Stages on each pipeline rank; ``interleaved`` has a smaller bubble with more of them."""
-    ep: int = Field(1, ge=1)
+    ep: int = Field(1, ge=1, le=MOST_RANKS)
     """Expert-parallel degree: over how many ranks of dp_shard x cp the experts are divided."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass and gather them again in the backward pass."""

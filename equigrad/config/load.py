@@ -42,9 +42,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no job file at {path}") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; the job of a run is {path / 'job.toml'}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read job file {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or as many brackets, too
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 

@@ -210,8 +210,11 @@ def _files(path: str) -> list[Path]:
             raise UserError(f"{path}: there is no such corpus; there are builtin:{', builtin:'.join(names)}")
         return [file]
     expanded = Path(path).expanduser()
-    if expanded.is_file():
-        return [expanded]
+    try:
+        if expanded.is_file():
+            return [expanded]
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{path[:80]}: {error.strerror}") from None
     if expanded.is_dir():
         raise UserError(f"{path} is a folder; name its files, as in {path.rstrip('/')}/*.jsonl")
     files = sorted(Path(name) for name in glob.glob(str(expanded), recursive=True))

@@ -105,7 +105,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(_from_line(line))
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}:{number}: not a record of a run: {line[:80]!r}") from None
     return records

@@ -23,6 +23,8 @@ from equigrad.files import in_one_piece
 from equigrad.parallel.environment import LAUNCH_FOLDER
 from equigrad.parallel.stop import STOP_SIGNALS
 
+INTERRUPTED = 130
+"""Exit code of who was stopped at once, as shells have it."""
 _STOP = "stop-asked"
 # How long surviving workers may take to end after another one failed.
 _GRACE_SECONDS = 5
@@ -103,6 +105,9 @@ def _explain(folder: Path, deaths: dict[int, Death]) -> int:
     if (folder / _STOP).exists() and all(death.code == -signal.SIGTERM for death in deaths.values()):
         print("stopped before the first step; nothing was saved")
         return 0
+    if (folder / _STOP).exists() and any(death.code == INTERRUPTED for death in deaths.values()):
+        print("equigrad: interrupted", file=sys.stderr)
+        return INTERRUPTED
     reports = [json.loads(file.read_text()) for file in folder.glob("report-*.json")]
     # Whoever lost its peers is a victim; a worker killed by a signal left no report and is the cause.
     causes = sorted((r for r in reports if not r["lost_peers"]), key=lambda r: r["time"])
@@ -144,6 +149,10 @@ def run_worker(rank: int, body: Callable[[], int]) -> int:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         return body()
+    except KeyboardInterrupt:
+        if not folder:
+            raise
+        code = INTERRUPTED  # the launcher tells that, once
     except Exception as error:
         code = _failed(rank, error, Path(folder) if folder else None)
     # The others may hang in a collective: leave at once, without the clean-up that would wait for them.

@@ -36,6 +36,10 @@ class Schedule:
     modalities: tuple[str, ...]
     costs: tuple[float, ...]
 
+    def part(self, first: int, end: int) -> "Schedule":
+        """Some of the rounds."""
+        return Schedule(self.rounds[first:end], self.modalities[first:end], self.costs[first:end])
+
     def lane(self, lane: int) -> list[RowSamples]:
         """The rows of one data lane, round by round."""
         return [round_[lane] for round_ in self.rounds]
@@ -161,21 +165,21 @@ def _balance(lengths: Sequence[int], costs: Sequence[float], cap: int, count: in
     None where no row has room for some sample."""
     rows: list[list[int]] = [[] for _ in range(count)]
     room = [cap] * count
-    cheapest = [(0.0, row) for row in range(count)]
-    full: list[tuple[int, tuple[float, int]]] = []  # those that had no room for a sample, the emptiest first
+    cheapest = [(0.0, 0, row) for row in range(count)]  # cost, samples, row
+    full: list[tuple[int, tuple[float, int, int]]] = []  # those that had no room for a sample, the emptiest first
     for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
         need = lengths[sample]
         while full and -full[0][0] >= need:
             heappush(cheapest, heappop(full)[1])
-        while cheapest and room[cheapest[0][1]] < need:
+        while cheapest and room[cheapest[0][-1]] < need:
             entry = heappop(cheapest)
-            heappush(full, (-room[entry[1]], entry))
+            heappush(full, (-room[entry[-1]], entry))
         if not cheapest:
             return None
-        cost, row = heappop(cheapest)
+        cost, number, row = heappop(cheapest)
         rows[row].append(sample)
         room[row] -= need
-        heappush(cheapest, (cost + costs[sample], row))
+        heappush(cheapest, (cost + costs[sample], number + 1, row))
     return [tuple(sorted(row, key=lambda i: (-lengths[i], i))) for row in rows]
 
 

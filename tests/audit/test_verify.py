@@ -21,6 +21,12 @@ FAULTS = {
     import equigrad.trainer as t
     t.add_up = lambda gradients, axis: None
 """,
+    # Rates are too high by a quarter.
+    "a wrong learning rate": """
+    import equigrad.trainer as t
+    whole = t.learning_rate
+    t.learning_rate = lambda *a: whole(*a) * 1.25
+""",
     # Positions of one rank are one too far.
     "a rotary offset": """
     import equigrad.rows as r
@@ -70,7 +76,13 @@ def test_native_numerics_deviate_by_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout"), [("a local normaliser", "dp2"), ("a missing all-reduce", "tp2"), ("a rotary offset", "cp2")]
+    ("fault", "layout"),
+    [
+        ("a local normaliser", "dp2"),
+        ("a missing all-reduce", "tp2"),
+        ("a rotary offset", "cp2"),
+        ("a wrong learning rate", "dp2"),
+    ],
 )
 def test_a_planted_bug_is_called_one(tmp_path: Path, fault: str, layout: str) -> None:
     env = planted(tmp_path / "planted", fault)
@@ -78,6 +90,7 @@ def test_a_planted_bug_is_called_one(tmp_path: Path, fault: str, layout: str) ->
     assert code == 1, text
     assert [case["ok"] for case in cases] == [True, False]  # one process has no such fault
     assert "A BUG, not rounding" in text
+    assert (cases[1]["deviation"]["gradient"] < 1e-3) == (fault == "a wrong learning rate")  # which is not in it
 
 
 def test_exact_numerics_say_where_a_difference_begins(tmp_path: Path) -> None:

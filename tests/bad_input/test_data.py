@@ -113,3 +113,7 @@ def test_a_held_out_set_without_anything_to_learn_is_told_before_training(bad: B
     found = bad("train", job(data__held_out_sources="mute.jsonl"))
     assert "mute.jsonl: nothing to learn" in found
     assert not Path("runs/tiny/checkpoints").exists()
+
+
+def test_a_name_that_no_file_can_have_is_named(bad: Bad) -> None:
+    assert "File name too long" in bad("train", job(data__sources="a" * 5000 + ".txt"))

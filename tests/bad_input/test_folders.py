@@ -130,6 +130,20 @@ def test_a_run_whose_own_files_are_broken_is_named(bad: Bad, run: Path) -> None:
         assert "job.toml: not valid TOML" in bad(name, run)
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "null", '{"steps": "x"}', '{"steps": 2}', "[" * 100_000])
+def test_a_summary_that_is_none_is_named(text: str, bad: Bad, run: Path) -> None:
+    (run / "summary.json").write_text(text)
+    for words in (["info", run], ["train", "--run", run, "--resume"]):
+        assert "summary.json" in bad(*words)
+
+
+def test_a_run_that_had_ended_does_not_begin_again_without_its_checkpoints(bad: Bad, run: Path) -> None:
+    kept = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "summary.json")}
+    shutil.rmtree(run / "checkpoints")
+    assert "its checkpoints are gone" in bad("train", "--run", run, "--resume", "--train.steps", "5")
+    assert kept == {name: (run / name).read_bytes() for name in kept}
+
+
 def test_a_run_that_has_no_checkpoint_is_named(bad: Bad, run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     for words in (["eval", run], ["generate", run], ["export", run, "model"]):
@@ -166,3 +180,9 @@ def test_a_checkpoint_is_found_from_within_and_through_a_link(run: Path, monkeyp
     assert main(["info", "latest"]) == 0
     monkeypatch.chdir(checkpoint)
     assert main(["generate", ".", "--max-tokens", "1"]) == 0
+
+
+def test_what_could_not_be_written_leaves_nothing_behind(bad: Bad) -> None:
+    Path("taken").mkdir()
+    assert "cannot write" in bad("schedule", job(), "--svg", "taken")
+    assert not list(Path().glob(".*.tmp"))

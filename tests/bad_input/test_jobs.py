@@ -22,6 +22,25 @@ def test_a_job_file_that_is_not_toml_is_named_with_the_line(bad: Bad) -> None:
     assert "line 2" in bad("train", "bad.toml")
 
 
+@pytest.mark.parametrize("text", [f"seed = {'9' * 5000}", f"a = {'[' * 100_000}"], ids=["digits", "brackets"])
+def test_a_job_file_that_is_too_much_for_a_parser_is_named(text: str, bad: Bad) -> None:
+    Path("bad.toml").write_text(text)
+    assert bad("train", "bad.toml").startswith("bad.toml: not valid TOML")
+
+
+def test_what_no_cluster_has_is_refused(bad: Bad) -> None:
+    assert "layout.cp" in bad("schedule", job(), "--layout.cp", "1000000000")
+
+
+def test_a_modality_is_a_plain_name(bad: Bad) -> None:
+    sources = r'[{path = "good.txt", modality = "a\n\u001b[31m"}]'
+    assert "modality" in bad("schedule", job(), "--data.sources", sources)
+
+
+def test_an_option_gets_its_plural(bad: Bad) -> None:
+    assert "did you mean --layouts?" in bad("verify", job(), "--layout", "dp2")
+
+
 def test_an_unknown_key_gets_the_nearest_one(bad: Bad) -> None:
     Path("bad.toml").write_text("[optim]\nlearning = 1\nlrr = 3\n")
     found = bad("train", "bad.toml")

@@ -68,7 +68,7 @@ def test_any_value_survives_a_dump(
 ) -> None:
     tree: dict[str, Any] = {
         "seed": seed,
-        "data": {"sources": [{"path": text, "text_key": text}, "builtin:sotu"]},
+        "data": {"sources": [{"path": f"x{text}", "text_key": text}, "builtin:sotu"]},
         "model": {"full_attention_layers": layers, "rope_scaling": scaling},
         "optim": {"lr": lr},
         "observe": {"sample_prompt": text, "profile_steps": steps},
@@ -89,7 +89,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read job file"):
+    with pytest.raises(UserError, match="is a folder; the job of a run is"):
         load_job(tmp_path)
 
 

@@ -201,3 +201,9 @@ def test_what_cannot_be_planned_is_refused() -> None:
     for costs, lanes in (([1.0], 1), ([1.0] * 3, 1), ([1.0] * 2, 0)):
         with pytest.raises(ValueError, match="2 samples have"):
             plan(refs([3, 9]), costs, lanes, 9, "best_fit")
+
+
+def test_costs_that_are_nothing_leave_no_row_empty() -> None:
+    """Cheapest rows are those without samples, whatever the samples cost."""
+    rows = plan(refs([2, 1, 1, 1, 1]), [4.0, 0.0, 0.0, 1e15, 0.0], 5, 2, "best_fit").lane
+    assert sorted(len(row) for lane in range(5) for row in rows(lane)) == [1] * 5
