@@ -53,6 +53,8 @@ class Trainer:
         self.redone = 0
         """How many steps were done once more since this process began, because a value had left its grid."""
         self.optimizer = Optimizer(job.optim, self.parameters, self.specs, self._arithmetic(), world.axis("stage"))
+        self._update_cost = (0.0, 0)
+        """Seconds, and bytes sent to orthogonalise matrices, of the last update on this rank."""
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
         self.step = 0
@@ -131,6 +133,8 @@ class Trainer:
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        if job.optim.orthogonal:
+            record["optimizer_seconds"], record["optimizer_bytes"] = self._update_cost
         if job.model.mtp_layers:
             record["mtp_loss"] = further
         if self.balance.layers:
@@ -210,7 +214,9 @@ class Trainer:
         if finite:
             if job.optim.clip_norm > 0:
                 clip(gradients.values(), norm, job.optim.clip_norm)
+            began, sent = time.perf_counter(), self.optimizer.sent
             self.optimizer.step(gradients, lr)
+            self._update_cost = time.perf_counter() - began, self.optimizer.sent - sent
             self.balance.update(counts)
             self.counters["skipped_in_a_row"] = 0
         self._drop_gradients()

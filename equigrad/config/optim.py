@@ -1,17 +1,36 @@
 """The optimizer and its learning-rate schedule."""
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from equigrad.config.base import Section
 
+# Publications' own values; what they leave open stays the default.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Touvron et al., arXiv 2307.09288, section 2.2.
+    "llama2": {"name": "adamw", "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "clip_norm": 1.0,
+               "schedule": "cosine", "min_lr_ratio": 0.1},
+    # Chen et al., arXiv 2302.06675, section 5: rates 3 to 10 times smaller than AdamW's, decays as many times larger.
+    "lion": {"name": "lion", "lion_betas": (0.9, 0.99), "lr": 3e-4, "weight_decay": 1.0},
+    # Liu et al., arXiv 2502.16982, section 2.2: AdamW's rate and decay, for an update of its size.
+    "moonlight": {"name": "muon", "momentum": 0.95, "nesterov": True, "update_scale": "rms", "weight_decay": 0.1},
+    # Li et al., arXiv 2510.05491, and its public code.
+    "normuon": {"name": "normuon", "momentum": 0.95, "nesterov": True, "row_beta": 0.95},
+    # arXiv 2605.19811: the two periods for which it gives a ratio of rates.
+    "lionmuon-p2": {"name": "lionmuon", "lion_betas": (0.9, 0.99), "period": 2, "lion_lr": 1 / 20},
+    "lionmuon-p5": {"name": "lionmuon", "lion_betas": (0.9, 0.99), "period": 5, "lion_lr": 1 / 40},
+    # arXiv 2609.35701.
+    "meqmuon": {"name": "meqmuon", "momentum": 0.95, "meq_scale": 0.2, "weight_decay": 0.1},
+}  # fmt: skip
 Rule: TypeAlias = Literal["adamw", "lion", "muon", "normuon", "lionmuon", "signmuon", "meqmuon"]
 
 
 class Optim(Section):
     """How gradients become an update."""
 
+    preset: Literal["llama2", "lion", "moonlight", "normuon", "lionmuon-p2", "lionmuon-p5", "meqmuon"] | None = None
+    """A publication whose values are taken for what is not given here; `equigrad train --dry-run` shows them."""
     name: Rule = "adamw"
     """Which rule, of matrices in blocks: ``adamw``; ``lion``; ``muon``; ``normuon``; ``lionmuon``; ``signmuon``;
     ``meqmuon``. Docs: [Optimizers](optimizers.md)."""
@@ -65,6 +84,17 @@ class Optim(Section):
     """``wsd``: last share of the steps in which the learning rate falls."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, value: Any) -> Any:
+        chosen = PRESETS.get(str(value.get("preset")), {}) if isinstance(value, dict) else {}
+        return {**chosen, **value} if chosen else value
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether hidden matrices get an update that is made orthogonal."""
+        return self.name not in ("adamw", "lion")
 
     @property
     def sign_lr(self) -> float:
