@@ -12,6 +12,7 @@ from equigrad.audit.cases import unequal_copies
 from equigrad.checkpoint.digest import tree
 from equigrad.parallel.placement import Placed
 from equigrad.parallel.stop import StopRequest
+from equigrad.parallel.world import World
 from equigrad.trainer import Trainer
 from tests.jobs import make_trainer
 from tests.parallel.layouts import Layout
@@ -22,11 +23,16 @@ FIGURES = ("loss", "balance_loss", "mtp_loss", "grad_norm", "tokens", "executed_
 
 
 def exact_steps(
-    layout: Layout, changes: dict[str, Any], folder: Path, given: Sequence[Rows] | None = None, steps: int = 3
+    layout: Layout,
+    changes: dict[str, Any],
+    folder: Path,
+    given: Sequence[Rows] | None = None,
+    steps: int = 3,
+    world: World | None = None,
 ) -> dict[str, Any]:
     """Train on the ranks of this pool, on the job's own text or on ``given`` rows: figures and gradients of each step,
-    and all that a checkpoint holds after the last, as digests by name."""
-    trainer = make_trainer(layout_job(layout, **{"train__steps": steps} | changes | EXACT), folder)
+    and all that a checkpoint holds after the last, as digests by name. ``world``: of the layout, where it is known."""
+    trainer = make_trainer(layout_job(layout, **{"train__steps": steps} | changes | EXACT), folder, world)
     scheduled: Any = nullcontext()
     if given is not None:
         stream = GivenRows(given, trainer.world.lanes)

@@ -23,6 +23,8 @@ _PIECE = 1 << 20
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of the same entries of tensors of one shape, in rows; of what is in no row, all at once."""
+    if not tensors[0].numel():
+        return iter(())
     rows = max(1, _PIECE // max(1, tensors[0][0].numel())) if tensors[0].ndim else 1
     return zip(*(x.split(rows) if x.ndim else (x,) for x in tensors), strict=True)
 

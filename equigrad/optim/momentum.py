@@ -6,6 +6,7 @@ Equalized: MeqMuon's rule for what is no hidden matrix (arXiv 2609.35701)
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from equigrad.config.optim import Optim
 from equigrad.numerics.exact.elementary import quotient
 from equigrad.optim.arithmetic import Arithmetic, Sums
 from equigrad.optim.roles import Rates
-from equigrad.parallel.placement import Placed
+from equigrad.parallel.collectives import ALONE, Axis
+from equigrad.parallel.placement import Placed, Placement
+from equigrad.parallel.ranks import gather
 
 SMALLEST = 1e-7
 """A root mean square below this counts as this where something is divided by it."""
@@ -70,6 +73,18 @@ class Equalized(Momentum):
     """B <- mu B + G; the embedding and the head: rows of B, then columns, divided by their root mean square; vectors: B
     divided by its own. Kernels of convolutions are as vectors, one for each channel."""
 
+    def __init__(
+        self,
+        config: Optim,
+        parameters: Mapping[str, Placed],
+        rates: Rates,
+        arithmetic: Arithmetic,
+        axis: Axis = ALONE,
+    ) -> None:
+        """``axis``: the ranks that have parts of these parameters. A collective."""
+        super().__init__(config, parameters, rates, arithmetic)
+        self._places = _first_copies({n: p.placement for n, p in parameters.items()}, axis)
+
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
         """Update every parameter in place; a collective, two sums over ranks."""
@@ -84,8 +99,20 @@ class Equalized(Momentum):
 
     def _divide(self, updates: dict[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
         """By the root mean square over some dimensions of the whole tensor."""
-        of = [Sums(Placed(self._parameters[n].placement, updates[n]), over) for n, over in dims.items()]
+        of = [Sums(Placed(self._places[n], updates[n]), over) for n, over in dims.items()]
         for (name, over), total in zip(dims.items(), self._arithmetic.square_sums(of), strict=True):
             count = math.prod(self._parameters[name].placement.shape[dim] for dim in over)
             size = self._arithmetic.sqrt(quotient(total, count)).clamp(min=SMALLEST)
             updates[name] = (updates[name] / size).to(updates[name].dtype)
+
+
+def _first_copies(places: Mapping[str, Placement], axis: Axis) -> dict[str, Placement]:
+    """This rank's places, 0 the number of a copy where no earlier rank of the axis has the same: at the end of a
+    pipeline the embedding is a copy on every rank, and its sums are to be counted there, too."""
+    everyone = [places] if axis.group is None else gather(dict(places), axis.group)
+
+    def before(name: str, at: Placement) -> int:
+        box = at.offset, at.local_shape
+        return sum((held[name].offset, held[name].local_shape) == box for held in everyone[: axis.rank])
+
+    return {name: replace(at, replica=before(name, at)) for name, at in places.items()}

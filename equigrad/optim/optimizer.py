@@ -56,7 +56,7 @@ class Optimizer:
             if config.name in ("muon", "normuon"):
                 others = adamw(config, rest, rates)
             elif config.name == "meqmuon":
-                others = Equalized(config, rest, rates, arithmetic)
+                others = Equalized(config, rest, rates, arithmetic, axis)
             else:
                 betas = config.lion_betas if config.name == "lionmuon" else (config.momentum, config.momentum)
                 others = Lion(config, rest, Rates(config, specs, config.sign_lr), arithmetic, betas)
