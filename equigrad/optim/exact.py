@@ -148,10 +148,17 @@ class Exact:
         self._add, self._largest = add, largest
 
     def mix(self, moment: Tensor, gradient: Tensor, keep: float, add: float) -> None:
-        moment.copy_(self.mixed(moment, gradient, keep, add))
+        self._mix_into(moment, moment, gradient, keep, add)
 
     def mixed(self, moment: Tensor, gradient: Tensor, keep: float, add: float) -> Tensor:
-        return _mixed(moment, gradient, keep, add)
+        made = torch.empty_like(moment)
+        self._mix_into(made, moment, gradient, keep, add)
+        return made
+
+    @staticmethod
+    def _mix_into(made: Tensor, moment: Tensor, gradient: Tensor, keep: float, add: float) -> None:
+        for to, m, g in _pieces(made, moment, gradient):
+            to.copy_(_mixed(m, g, keep, add))
 
     def apply(self, parameter: Tensor, update: Tensor, decay: float, rate: float) -> None:
         for kept, made in _pieces(parameter, update):
