@@ -1,6 +1,7 @@
 """Writing files: in one piece, and with errors that say what could not be written."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,17 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: not a file's name")
     with writing(path), in_one_piece(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def check_target(path: Path, outside: Path | None = None) -> None:
+    """``UserError`` where a file cannot be written to, or would be ``outside`` no folder that is to stay as it is."""
+    if path.is_dir() or not path.name:
+        raise UserError(f"cannot write {path}: not a file's name")
+    if outside is not None and path.resolve().is_relative_to(outside.resolve()):
+        raise UserError(f"cannot write {path}: {outside} is what is looked at, and stays as it is")
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: {existing} is not a folder one may write into")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -4,6 +4,7 @@ The run may be anybody's. Of its folder JSON, TOML and safetensors are read and 
 no code comes from there, and what it might have left in a cache of tokenised text is not used.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from equigrad.audit.trajectory import (
     Unverifiable,
     check_settings,
     compare,
+    difference,
     has_tensors,
     job_with,
     lines,
 )
 from equigrad.checkpoint.digest import tree_of_files
 from equigrad.checkpoint.folder import latest, list_checkpoints, step_of
-from equigrad.checkpoint.manifest import newer_format, read_manifest
+from equigrad.checkpoint.manifest import newer_format, read_manifest, verify
 from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.vocabulary import build_tokenizer
@@ -36,6 +38,9 @@ from equigrad.parallel.world import World
 from equigrad.prepare import give_state
 from equigrad.run import Run
 from equigrad.trainer import Trainer
+
+_COUNTED = ("tokens", "skipped", "skipped_in_a_row")
+"""Counters of a checkpoint that steps determine; the others are times."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,11 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     first, last = steps or (begin, end)
     if first < begin or last > end:
         raise Unverifiable(f"steps {first}..{last} are not in the trajectory, which has {begin}..{end}")
+    later = [path.name for path in list_checkpoints(run.folder / "checkpoints") if step_of(path) > end]
+    if steps is None and later:
+        raise Unverifiable(f"{later[0]} is of a later step than the trajectory's last, {end}: nothing tells of it")
+    if run.job_file.exists() and not run.job_file.is_file():  # a pipe would never end
+        raise Unverifiable(f"{run.job_file.name} is not a file")
     job, others = run.job(), tuple(sorted(versions - {__version__}))
     with _as_others_do(others):
         check_settings(job, jobs[-1][1])
@@ -130,22 +140,35 @@ def _as_others_do(versions: tuple[str, ...]) -> Iterator[None]:
 def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
     """That all checkpoints of these steps hold what the trajectory tells of them.
 
+    Those of lines without digests are compared when their steps have been done again.
     Raises: Contradiction, Unverifiable.
     """
-    saved = {step_of(path): path for path in list_checkpoints(run.folder / "checkpoints")}
+    saved = _checkpoints(run, steps)
     for line, _ in lines(run.folder / NAME):
-        path = saved.get(line["step"])
-        if line["kind"] != "step" or path is None or not has_tensors(line):
-            continue
-        if not steps[0] <= line["step"] <= steps[1]:
+        path = saved.get(line["step"]) if line["kind"] == "step" else None
+        if path is None:
             continue
         _check_files(path)
-        try:
-            found = {section: tree_of_files(path, prefix)._asdict() for section, prefix in SECTIONS.items()}
-        except Exception as error:  # of what is damaged, anything can be expected
-            raise Contradiction(line["step"], _damaged(path, line) or "checkpoint", f"{path.name}: {error}") from None
-        if where := compare(line, line | found):
+        if has_tensors(line) and (where := compare(line, line | _tensors(path, line))):
             raise Contradiction(line["step"], where, f"{path.name} is not the state of the trajectory")
+        try:
+            verify(path)
+        except UserError as error:
+            raise Contradiction(line["step"], "checkpoint", str(error)) from None
+
+
+def _checkpoints(run: Run, steps: tuple[int, int]) -> dict[int, Path]:
+    """Those of some steps."""
+    paths = {step_of(path): path for path in list_checkpoints(run.folder / "checkpoints")}
+    return {step: path for step, path in paths.items() if steps[0] <= step <= steps[1]}
+
+
+def _tensors(path: Path, line: Line) -> Line:
+    """The digests of a checkpoint's tensors."""
+    try:
+        return {section: tree_of_files(path, prefix)._asdict() for section, prefix in SECTIONS.items()}
+    except Exception as error:  # of what is damaged, anything can be expected
+        raise Contradiction(line["step"], _damaged(path, line) or "checkpoint", f"{path.name}: {error}") from None
 
 
 def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
@@ -191,16 +214,20 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
 
 
 def _replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progress: Progress) -> None:
-    said = _steps(plan)
+    said, saved = _steps(plan), _checkpoints(plan.run, plan.steps)
     checkpoint = plan.checkpoint
     for number, (job, (_, stop)) in enumerate(zip(plan.jobs(layout), plan.segments, strict=True)):
         trainer = _open(job, plan.run, world, work)
         if number == 0:
-            _start(trainer, plan, next(said), progress)
+            _start(trainer, plan, line := next(said), progress)
+            if checkpoint is None:
+                _compare_checkpoint(trainer, line, saved.get(trainer.step))
         else:
             give_state(trainer, checkpoint)
         while trainer.step < stop:
-            _step(trainer, next(said), progress)
+            _step(trainer, line := next(said))
+            _compare_checkpoint(trainer, line, saved.get(trainer.step))
+            progress.add(line)
         if stop < plan.steps[1]:  # the run was resumed with other settings, by a checkpoint such as this
             trainer.save()
             checkpoint = latest(work / "checkpoints")
@@ -263,7 +290,27 @@ def _damaged(checkpoint: Path, line: Line) -> str | None:
     return None
 
 
-def _step(trainer: Trainer, line: Line, progress: Progress) -> None:
+def _compare_checkpoint(trainer: Trainer, line: Line, path: Path | None) -> None:
+    """That the checkpoint of this step, if there is one, goes on from here as the trainer would; a collective."""
+    now = line_of(trainer, tensors=True) if path is not None and not has_tensors(line) else None
+    if path is None:
+        return
+    _check_files(path)
+    counters = {key: trainer.counters[key] for key in _COUNTED}
+    said = {"step": trainer.step, "cursor": trainer.stream.cursor(), "updates": trainer.optimizer.updates}
+    meta = read_manifest(path).meta
+    found = {key: meta.get(key) for key in said} | {"counters": meta.get("counters")}
+    if isinstance(found["counters"], dict):  # others are times
+        found["counters"] = {key: found["counters"].get(key) for key in counters}
+    where = difference(json.loads(json.dumps(said | {"counters": counters})), found)
+    if where is not None:
+        why = f"{path.name} would not go on from where the step ended"
+        raise Contradiction(trainer.step, f"checkpoint: {'.'.join(where)}", why)
+    if now is not None and (where_ := compare(now, now | _tensors(path, now))):
+        _differ(trainer, trainer.step, where_, f"{path.name} is not the state that the step leads to", computed=True)
+
+
+def _step(trainer: Trainer, line: Line) -> None:
     """Do one step, and compare."""
     batch = trainer.stream.next_batch()
     try:
@@ -274,7 +321,6 @@ def _step(trainer: Trainer, line: Line, progress: Progress) -> None:
     if where:
         computed = where.split(":")[0] in ("loss", "grad_norm", *SECTIONS)
         _differ(trainer, line["step"], where, "done again, the step has another value", computed)
-    progress.add(line)
 
 
 def _differ(trainer: Trainer, step: int, where: str, why: str, computed: bool = False) -> NoReturn:

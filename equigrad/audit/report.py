@@ -41,17 +41,20 @@ class Outcome:
 
 
 def subject(folder: Path) -> dict[str, Any] | None:
-    """By what a run is known: its trajectory's last chain and job, first and last step. None where they cannot be
-    read. Nothing of it is checked."""
+    """By what a run is known: its trajectory's last chain, the job of its last step, first and last step. None where
+    they cannot be read. Nothing of it is checked."""
     if not (folder / NAME).is_file():
         return None
     try:
         with (folder / NAME).open("rb") as file:
             text = next(file)
-            ends = deque([text], 1)
-            ends.extend(line for line in file if line.endswith(b"\n"))  # of what may be a long file, the last line
-        first, last = json.loads(text), json.loads(ends[0])
-        return {"chain": last["chain"], "job": last["job"], "first": first["step"], "last": last["step"]}
+            ends, steps = deque([text], 1), deque([text], 1)
+            for line in file:  # of what may be a long file, the last line, and the last of a step
+                if line.endswith(b"\n"):
+                    ends.append(line)
+                    steps.extend([line] if b'"kind":"step"' in line else [])
+        first, last, step = json.loads(text), json.loads(ends[0]), json.loads(steps[0])
+        return {"chain": last["chain"], "job": step["job"], "first": first["step"], "last": step["step"]}
     except (OSError, StopIteration, ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -105,7 +108,9 @@ def _is_whole(body: dict[str, Any]) -> bool:
     if run is not None:
         texts += [run["chain"], run["job"]]
         numbers += [run["first"], run["last"]]
-        if {*run} != _KNOWN_BY or run["first"] > run["last"]:
+        if {*run} != _KNOWN_BY or not run["first"] <= run["last"]:
+            return False
+        if body["confirmed"] and not (run["first"] <= first and last <= run["last"]):
             return False
     return (
         body["verdict"] in EXIT

@@ -8,7 +8,8 @@ before (of nothing, for the first) and of this line without its chain. Two kinds
     {"kind": "step", "step": 5, "job": ..., "data": [SHA-256 of each source's tokens], "batch": SHA-256 of the samples,
      "loss": "0x1.8p+1", "grad_norm": "0x1.4p-1", "parameters": {"nodes": {name: SHA-256}, "root": SHA-256},
      "optimizer": ..., "grids": ..., "routing": ..., "progress": {...}}
-        a step, and the state after it. The first has no batch, loss and norm; steps that are not due have no tensors
+        a step, and the state after it. The first has no batch, loss and norm; steps that are not due have no tensors,
+        of none of the four kinds
 
 Only what no layout may change is in it: neither times, nor generators of random numbers, which training does not draw
 from and of which each rank has its own. Torch-free; knows neither models nor how a line comes about.
@@ -156,6 +157,9 @@ def lines(path: Path) -> Iterator[tuple[Line, int]]:
                 if any((line[key] is None) == begun for key in _OF_A_STEP):
                     why = "does not tell of its step" if begun else "tells of a step before the first state"
                     raise Contradiction(step, "batch", f"{where} {why}")
+                missing = [section for section in SECTIONS if line[section] is None]
+                if missing and (not begun or len(missing) < len(SECTIONS)):
+                    raise Contradiction(step, missing[0], f"{where} has no digests of these tensors")
                 begun = True
             yield line, end
             chain, job = line["chain"], line["job"]
@@ -168,7 +172,7 @@ def _parsed(text: bytes, number: int, step: int) -> Line:
         if isinstance(line["format"], int) and line["format"] > FORMAT:
             raise Unverifiable(f"{NAME} has format {line['format']}, of a newer equigrad; this one reads {FORMAT}")
         whole = canonical(line) + b"\n" == text and line.keys() == {*_COMMON, *_OWN[line["kind"]]}
-        if whole and line["format"] == FORMAT and type(line["step"]) is int:
+        if whole and line["format"] == FORMAT and type(line["format"]) is type(line["step"]) is int:
             return line
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass

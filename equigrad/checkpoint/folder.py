@@ -29,7 +29,8 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints, in the order of their steps. Nothing is changed, so tools may look at a live run."""
-    names = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.old)?", path.name)]
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}(\.old)?", path.name)]
+    names = [path for path in named if path.name.removesuffix(".old") == step_name(step_of(path))]
     names.sort(key=lambda path: path.suffix == "")  # so that an .old one gives way to its replacement
     found = {step_of(path): path for path in names if (path / MANIFEST).is_file()}
     return [found[step] for step in sorted(found)]

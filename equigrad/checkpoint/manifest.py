@@ -117,7 +117,7 @@ def newer_format(path: Path) -> int | None:
     """The format of the checkpoint ``path`` where it is a newer one than this equigrad reads, else None."""
     try:
         version = json.loads((path / MANIFEST).read_bytes())["format"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return version if isinstance(version, int) and version > FORMAT else None
 

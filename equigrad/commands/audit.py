@@ -14,7 +14,7 @@ from equigrad.audit.layouts import parse_layout
 from equigrad.audit.report import EXIT, Outcome, merge, report
 from equigrad.audit.trajectory import Contradiction, Unverifiable
 from equigrad.errors import UserError
-from equigrad.files import write_json
+from equigrad.files import check_target, write_json
 from equigrad.parallel.environment import process_env
 from equigrad.resolve import check_layout
 from equigrad.run import Run
@@ -36,6 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     run = Run(Path(arguments.run))
     if not run.folder.is_dir():
         raise UserError(f"no folder at {run.folder}: expected a run")
+    if arguments.json:
+        check_target(Path(arguments.json), outside=run.folder)
     steps, layout = _steps(arguments.steps), parse_layout(arguments.layout)
     env = process_env()
     if env is not None and env.world_size > 1:

@@ -12,7 +12,7 @@ from equigrad.audit.cases import Case, run_case, work
 from equigrad.audit.layouts import parse_layout
 from equigrad.config import Job, dump_toml, load_job
 from equigrad.errors import UserError
-from equigrad.files import write_json
+from equigrad.files import check_target, write_json
 from equigrad.parallel.environment import process_env
 from equigrad.resolve import check_layout, resolve_weights
 
@@ -27,6 +27,8 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return run_worker(env.rank, lambda: work(case, Path(arguments.job), arguments.steps))
     if arguments.steps < 1:
         raise UserError(f"--steps is {arguments.steps}; at least one step is compared")
+    if arguments.json:
+        check_target(Path(arguments.json))
     job = resolve_weights(load_job(Path(arguments.job), overrides))
     kind = arguments.numerics or job.numerics.kind
     with tempfile.TemporaryDirectory(prefix="equigrad-verify-") as name:
@@ -47,8 +49,8 @@ def _verify(job: Job, kind: str, arguments: argparse.Namespace, folder: Path) ->
         check_layout(case.job(file))
     steps = "1 step" if arguments.steps == 1 else f"{arguments.steps} steps"
     print(f"{steps} of {arguments.job} in {kind} numerics, against exact numerics on one process", flush=True)
-    if run_case(reference, file, arguments.steps) != 0:
-        return 1
+    if code := run_case(reference, file, arguments.steps):
+        return 2 if code == 2 else 1  # the user's to mend
     rows: list[dict[str, Any]] = []
     failed = 0
     width = max(len(case.name) for case in cases)
@@ -122,4 +124,7 @@ def _line(row: dict[str, Any], kind: str) -> str:
     deviations = ", ".join(f"{what} {value:.1e}" for what, value in row["deviation"].items())
     if row["ok"]:
         return f"rounding: {deviations}"
-    return f"A BUG, not rounding: {deviations}; step {row['step']}, {row['what']}: {row['detail']}"
+    where = f"{deviations}; step {row['step']}, {row['what']}: {row['detail']}"
+    if row["processes"] == 1 and row["case"] == "one":
+        return f"MORE THAN ROUNDING, without any layout, so that none can be judged by it: {where}"
+    return f"A BUG, not rounding: {where}"

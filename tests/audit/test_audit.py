@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,66 @@ def test_every_checkpoint_of_the_steps_is_compared(copy: Path) -> None:
     assert audit(copy, "--steps", "0..5")[0] == 0
 
 
+def test_a_checkpoint_of_a_line_without_digests_is_compared_with_the_step_done_again(
+    train: Callable[..., Path],
+) -> None:
+    run = train(audit__every=4, checkpoint__every=2)
+    assert audit(run)[0] == 0
+    flip_bit(run, 2, f"model.{WEIGHT}", hidden=True)
+    code, told = audit(run)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 2, parameters: {WEIGHT}")
+
+
+@pytest.mark.parametrize(
+    "sections", [["parameters", "optimizer", "grids", "routing"], ["optimizer"], ["grids"]], ids=str
+)
+@pytest.mark.parametrize("step", [4, 6])
+def test_digests_that_were_taken_away_hide_nothing(copy: Path, sections: list[str], step: int) -> None:
+    change_line(copy, step, lambda line: line.update(dict.fromkeys(sections)), hidden=True)
+    for tensor in (f"model.{WEIGHT}", f"optim.exp_avg.{WEIGHT}", "grids.model.embed_tokens.weight/in"):
+        flip_bit(copy, step, tensor, hidden=True)
+    code, told = audit(copy)
+    assert (code, f"{FIRST}step {step}, " in told) == (1, True), told
+
+
+def test_the_first_state_always_has_its_digests(copy: Path) -> None:
+    change_line(
+        copy, 0, lambda line: line.update(dict.fromkeys(("parameters", "optimizer", "grids", "routing"))), hidden=True
+    )
+    assert audit(copy)[0] == 1
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_what_a_checkpoint_would_go_on_from_is_compared_too(copy: Path, step: int) -> None:
+    change_manifest(copy, step, lambda body: body["meta"].update(updates=1))
+    code, told = audit(copy)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step {step}, checkpoint: updates")
+
+
+def test_one_byte_of_a_file_that_no_tensor_holds_is_found(copy: Path) -> None:
+    (file,) = (copy / "checkpoints" / "step-00000006").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    size = struct.unpack("<Q", data[:8])[0]
+    assert data[7 + size : 8 + size] == b" "  # padding of the header
+    data[7 + size] = ord("\n")
+    file.write_bytes(data)
+    code, told = audit(copy)
+    assert (code, "SHA-256" in told) == (1, True)
+
+
+def test_a_second_name_for_a_step_is_no_checkpoint(copy: Path) -> None:
+    folder = copy / "checkpoints"
+    shutil.copytree(folder / "step-00000006", folder / "step-000000006")
+    flip_bit(copy, 6, f"model.{WEIGHT}", hidden=True)
+    assert audit(copy)[0] == 1
+
+
+def test_a_report_is_not_written_into_the_run(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(copy)
+    assert audit(copy, "--json", copy / "trajectory.jsonl")[0] == audit(copy, "--json", copy.parent)[0] == 2
+    assert contents(copy) == before
+
+
 def test_another_version_may_compute_otherwise(copy: Path) -> None:
     """It has other settings, or another arithmetic: no difference accuses the run."""
     lines = trajectory(copy)
@@ -159,6 +220,13 @@ def test_a_trajectory_that_is_no_file_keeps_nobody_waiting(copy: Path) -> None:
     os.mkfifo(copy / "trajectory.jsonl")
     code, told = audit(copy)
     assert (code, "trajectory.jsonl is not a file" in told) == (3, True)
+
+
+def test_a_job_that_is_no_file_keeps_nobody_waiting(copy: Path) -> None:
+    (copy / "job.toml").unlink()
+    os.mkfifo(copy / "job.toml")
+    code, told = audit(copy)
+    assert (code, "job.toml is not a file" in told) == (3, True)
 
 
 @pytest.mark.parametrize("words", [("verify", "--numerics", "exact", "--layouts", "tp2", "--steps", "200"), ("audit",)])
@@ -386,6 +454,9 @@ def test_without_the_text_nothing_can_be_verified(copy: Path, audited: Path) -> 
 def test_steps_that_were_taken_off_the_end_are_not_in_it(copy: Path) -> None:
     write(copy, trajectory(copy)[:-2])
     assert audit(copy, "--steps", "5")[0] == audit(copy, "--steps", "4..6")[0] == 3
+    code, told = audit(copy)
+    assert (code, "step-00000006 is of a later step than the trajectory's last, 4" in told) == (3, True)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
     assert audit(copy)[1].startswith("confirmed: steps 0..4 of ")
 
 

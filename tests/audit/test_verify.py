@@ -117,3 +117,21 @@ def test_what_cannot_be_run_is_refused_or_fails(tmp_path: Path) -> None:
         code, _, text = verify(tmp_path, *words)
         assert code == 2, text
         assert message in text
+
+
+def test_what_is_zero_but_for_rounding_is_no_bug(tmp_path: Path) -> None:
+    """In a context of one token no query chooses: gradients of keys are rounding, and AdamW makes whole updates of them."""
+    small = {"batch__tokens": 3, "data__context": 1, "batch__row_tokens": 1}
+    code, _, text = verify(tmp_path, "--layouts", "dp3", "--numerics", "native", **small)
+    assert code == 0, text
+
+
+def test_a_step_that_is_left_out_everywhere_is_equal(tmp_path: Path) -> None:
+    hot = {"optim__lr": 1e30, "optim__warmup_steps": 0, "train__non_finite": "skip"}
+    code, _, text = verify(tmp_path, "--layouts", "dp2", "--steps", "4", **hot)
+    assert (code, "1 of 1 equal" in text) == (0, True), text
+
+
+def test_an_error_that_is_the_users_keeps_its_code(tmp_path: Path) -> None:
+    code, _, text = verify(tmp_path, "--threads", "1", "--data.sources", '["/dev/null"]')
+    assert (code, "/dev/null" in text) == (2, True)
