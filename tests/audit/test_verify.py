@@ -120,7 +120,7 @@ def test_what_cannot_be_run_is_refused_or_fails(tmp_path: Path) -> None:
 
 
 def test_what_is_zero_but_for_rounding_is_no_bug(tmp_path: Path) -> None:
-    """In a context of one token no query chooses: gradients of keys are rounding, and AdamW makes whole updates of them."""
+    """In a context of one token gradients of keys are rounding alone, and AdamW makes whole updates of them."""
     small = {"batch__tokens": 3, "data__context": 1, "batch__row_tokens": 1}
     code, _, text = verify(tmp_path, "--layouts", "dp3", "--numerics", "native", **small)
     assert code == 0, text
