@@ -28,7 +28,7 @@ from equigrad.audit.trajectory import (
 )
 from equigrad.checkpoint.digest import tree_of_files
 from equigrad.checkpoint.folder import latest, list_checkpoints, step_of
-from equigrad.checkpoint.manifest import newer_format, read_manifest, verify
+from equigrad.checkpoint.manifest import MANIFEST, newer_format, read_manifest, verify
 from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.vocabulary import build_tokenizer
@@ -104,7 +104,7 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     if first < begin or last > end:
         raise Unverifiable(f"steps {first}..{last} are not in the trajectory, which has {begin}..{end}")
     later = [path.name for path in list_checkpoints(run.folder / "checkpoints") if step_of(path) > end]
-    if steps is None and later:
+    if last == end and later:
         raise Unverifiable(f"{later[0]} is of a later step than the trajectory's last, {end}: nothing tells of it")
     if run.job_file.exists() and not run.job_file.is_file():  # a pipe would never end
         raise Unverifiable(f"{run.job_file.name} is not a file")
@@ -138,7 +138,7 @@ def _as_others_do(versions: tuple[str, ...]) -> Iterator[None]:
 
 
 def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
-    """That all checkpoints of these steps hold what the trajectory tells of them.
+    """That all checkpoints from the first to the last of these steps hold what the trajectory tells of them.
 
     Those of lines without digests are compared when their steps have been done again.
     Raises: Contradiction, Unverifiable.
@@ -146,7 +146,7 @@ def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
     saved = _checkpoints(run, steps)
     for line, _ in lines(run.folder / NAME):
         path = saved.get(line["step"]) if line["kind"] == "step" else None
-        if path is None:
+        if path is None or not (path / MANIFEST).exists():  # a run that goes on removes what it does not keep
             continue
         _check_files(path)
         if has_tensors(line) and (where := compare(line, line | _tensors(path, line))):
@@ -214,14 +214,13 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
 
 
 def _replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progress: Progress) -> None:
-    said, saved = _steps(plan), _checkpoints(plan.run, plan.steps)
+    said, saved = _steps(plan), _checkpoints(plan.run, (plan.base, plan.steps[1]))
     checkpoint = plan.checkpoint
     for number, (job, (_, stop)) in enumerate(zip(plan.jobs(layout), plan.segments, strict=True)):
         trainer = _open(job, plan.run, world, work)
         if number == 0:
             _start(trainer, plan, line := next(said), progress)
-            if checkpoint is None:
-                _compare_checkpoint(trainer, line, saved.get(trainer.step))
+            _compare_checkpoint(trainer, line, saved.get(trainer.step))
         else:
             give_state(trainer, checkpoint)
         while trainer.step < stop:
@@ -292,8 +291,9 @@ def _damaged(checkpoint: Path, line: Line) -> str | None:
 
 def _compare_checkpoint(trainer: Trainer, line: Line, path: Path | None) -> None:
     """That the checkpoint of this step, if there is one, goes on from here as the trainer would; a collective."""
+    # On all ranks alike, before any of them looks at the files.
     now = line_of(trainer, tensors=True) if path is not None and not has_tensors(line) else None
-    if path is None:
+    if path is None or not (path / MANIFEST).exists():  # a run that goes on removes what it does not keep
         return
     _check_files(path)
     counters = {key: trainer.counters[key] for key in _COUNTED}

@@ -146,10 +146,12 @@ def lines(path: Path) -> Iterator[tuple[Line, int]]:
             end += len(text)
             line = _parsed(text, number, after[0][1])
             step, kind, where = line["step"], line["kind"], f"line {number} of {NAME}"
+            if step < 0:
+                raise Contradiction(0, "step", f"{where} is of step {step}")
             if linked(chain, line)["chain"] != line["chain"]:
                 why = "does not go on from the line before: one of them was changed, moved or taken away"
                 raise Contradiction(step, "chain", f"{where} {why}")
-            if (kind, step) not in after and (number > 1 or kind != "job" or step < 0):
+            if (kind, step) not in after and (number > 1 or kind != "job"):
                 raise Contradiction(step, "step", f"{where} is a {kind} of step {step}, where {after[0]} should be")
             if line["job"] != (sha(line["settings"]) if kind == "job" else job):
                 raise Contradiction(step, "job", f"{where} has the digest of another job")

@@ -3,11 +3,13 @@
 Knows placements only: neither files nor process groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from equigrad.parallel.placement import Placed
+if TYPE_CHECKING:
+    from equigrad.parallel.placement import Placed
 
 
 class Box(NamedTuple):
@@ -43,7 +45,7 @@ class Whole(NamedTuple):
     boxes: dict[Box, int]
 
 
-def claims(tensors: Mapping[str, Placed]) -> dict[str, Claim]:
+def claims(tensors: "Mapping[str, Placed]") -> dict[str, Claim]:
     """This rank's claims by the names of the mapping (not of the placements)."""
     found = {}
     for name, placed in tensors.items():
@@ -70,7 +72,7 @@ def wholes(by_rank: Sequence[Mapping[str, Claim]]) -> dict[str, Whole]:
             if box is not None:
                 whole.boxes.setdefault(box, rank)
     for name, whole in found.items():
-        if not _tile(whole.shape, whole.boxes):
+        if not tile(whole.shape, whole.boxes):
             raise ValueError(
                 f"the boxes of {name} {list(whole.shape)} overlap or leave a gap: "
                 + ", ".join(f"{list(b.shape)} at {list(b.offset)} on rank {r}" for b, r in whole.boxes.items())
@@ -78,22 +80,29 @@ def wholes(by_rank: Sequence[Mapping[str, Claim]]) -> dict[str, Whole]:
     return dict(sorted(found.items()))
 
 
-def _tile(shape: Sequence[int], boxes: Mapping[Box, int]) -> bool:
-    """Whether the boxes hold every element of the tensor exactly once.
+def tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Whether the boxes hold every element of the tensor exactly once. None of them may be empty.
 
-    Let the element (i, j, ...) stand for the monomial x^i y^j ...: the elements of [a, b) x [c, d) then add up to
-    (x^b - x^a) (y^d - y^c) / (x - 1) (y - 1), and boxes tile the tensor exactly if their polynomials add up to its
-    own. Polynomials of such degree that differ also differ at any one point modulo a large prime, but for a chance of
-    1e-12 (Schwartz-Zippel). So the check is linear in the boxes, where comparing them pairwise is quadratic.
+    All borders of boxes cut the tensor into cells, about as many as there are boxes where these come from a layout.
     """
-    prime = 2**61 - 1
-    points = [pow(0x9E3779B97F4A7C15, dim + 1, prime) for dim in range(len(shape))]
-
-    def polynomial(box: Box) -> int:
-        return prod(
-            pow(x, start + length, prime) - pow(x, start, prime)
-            for x, start, length in zip(points, box.offset, box.shape, strict=True)
+    boxes = list(boxes)
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return False
+    inside = (zip(box.offset, box.shape, shape, strict=True) for box in boxes)
+    if not all(start >= 0 and length > 0 and start + length <= size for box in inside for start, length, size in box):
+        return False
+    if sum(box.numel for box in boxes) != prod(shape):
+        return False
+    ends = [[(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in boxes] for dim in range(len(shape))]
+    cells = [{border: at for at, border in enumerate(sorted({b for pair in pairs for b in pair}))} for pairs in ends]
+    seen: set[tuple[int, ...]] = set()
+    for box in boxes:
+        ranges = (
+            range(cells[dim][start], cells[dim][start + length])
+            for dim, (start, length) in enumerate(zip(box.offset, box.shape, strict=True))
         )
-
-    whole = Box((0,) * len(shape), tuple(shape))
-    return (sum(map(polynomial, boxes)) - polynomial(whole)) % prime == 0
+        for cell in product(*ranges):
+            if cell in seen:
+                return False
+            seen.add(cell)
+    return True  # none twice, and as many elements as there are

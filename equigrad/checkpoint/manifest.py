@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from equigrad.checkpoint.boxes import Box, tile
 from equigrad.errors import UserError
 
 FORMAT = 1
@@ -72,6 +73,9 @@ class Manifest(_Record):
         for name, tensor in self.tensors.items():
             if missing := [box.file for box in tensor.boxes if box.file not in self.files]:
                 raise ValueError(f"{name} lies in {missing[0]!r}, which is not one of the checkpoint's files")
+            # Or what is read would depend on the order in which boxes are.
+            if not tile(tensor.shape, (Box(box.offset, box.shape) for box in tensor.boxes)):
+                raise ValueError(f"the boxes of {name} {list(tensor.shape)} overlap or leave a gap")
         return self
 
 
@@ -99,7 +103,7 @@ def read_manifest(path: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is damaged: not valid JSON ({error})") from error
     version = body.get("format") if isinstance(body, dict) else None
-    if not isinstance(version, int):
+    if type(version) is not int or version < 1:
         raise UserError(f"{file} is not the manifest of a checkpoint: it has no format version")
     if version > FORMAT:
         raise UserError(f"{file} has format {version}, of a newer equigrad; this one reads formats up to {FORMAT}")

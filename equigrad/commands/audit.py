@@ -112,7 +112,7 @@ def _planned(run: Run, steps: tuple[int, int] | None) -> "Plan":
     from equigrad.audit import replay
 
     plan = replay.plan(run, steps)
-    replay.check_checkpoints(run, plan.steps)
+    replay.check_checkpoints(run, (plan.base, plan.steps[1]))
     return plan
 
 

@@ -35,7 +35,7 @@ def newton_schulz(x: Tensor, config: Optim, dtype: torch.dtype | None = None) ->
     """x [k, m, n] -> the nearest (semi-)orthogonal matrices, about; ``dtype``: in which it is computed."""
     applied, larger = polynomials(config)
     tall, y = x.shape[1] > x.shape[2], x.to(dtype or x.dtype)
-    y = y.mT if tall else y  # products of the smaller side
+    y = y.mT.contiguous() if tall else y  # products of the smaller side
     y = y / (y.norm(dim=(1, 2), keepdim=True) * larger).clamp(min=SMALLEST)
     for a, b, c in applied:
         squares = torch.bmm(y, y.mT)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from equigrad.audit import replay
 from equigrad.errors import UserError
 from equigrad.trainer import Trainer
 from tests.audit.runs import (
@@ -179,6 +180,47 @@ def test_one_byte_of_a_file_that_no_tensor_holds_is_found(copy: Path) -> None:
     file.write_bytes(data)
     code, told = audit(copy)
     assert (code, "SHA-256" in told) == (1, True)
+
+
+def test_boxes_that_overlap_or_leave_a_gap_are_no_checkpoint(copy: Path) -> None:
+    """What a resume reads of them would depend on their order."""
+
+    def twice(body: dict[str, Any]) -> None:
+        boxes = body["tensors"][f"model.{WEIGHT}"]["boxes"]
+        boxes.append(boxes[0])
+
+    change_manifest(copy, 6, twice)
+    code, told = audit(copy)
+    assert (code, "overlap or leave a gap" in told) == (1, True)
+    change_manifest(copy, 6, lambda body: body["tensors"][f"model.{WEIGHT}"].update(boxes=[]))
+    assert audit(copy)[0] == 1
+
+
+def test_a_trajectory_does_not_begin_before_the_first_step(copy: Path) -> None:
+    lines = trajectory(copy)
+    before = [line | {"step": -1} for line in lines[:2]]
+    told = {"batch": "0" * 64, "loss": "0x0p+0", "grad_norm": "0x0p+0"}
+    write(copy, rechained([*before, lines[1] | told, *lines[2:]]))
+    assert audit(copy)[0] == 1
+
+
+def test_checkpoints_from_the_base_on_are_compared(train: Callable[..., Path]) -> None:
+    run = train(audit__every=3, checkpoint__every=2)
+    flip_bit(run, 4, f"model.{WEIGHT}", hidden=True)
+    code, told = audit(run, "--steps", "5..6")  # from the beginning: no checkpoint before has digests
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, parameters: {WEIGHT}")
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_accuses_nobody(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = replay.list_checkpoints
+
+    def removed(folder: Path) -> list[Path]:
+        found = listed(folder)
+        shutil.rmtree(folder / "step-00000002", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(replay, "list_checkpoints", removed)
+    assert audit(copy)[0] == 0
 
 
 def test_a_second_name_for_a_step_is_no_checkpoint(copy: Path) -> None:
@@ -463,6 +505,7 @@ def test_steps_that_were_taken_off_the_end_are_not_in_it(copy: Path) -> None:
 def test_the_line_that_a_killed_run_was_writing_is_no_step_yet(copy: Path) -> None:
     file = copy / "trajectory.jsonl"
     file.write_bytes(file.read_bytes()[:-10])
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")  # it is written after the line
     code, told = audit(copy, "--steps", "6")
     assert (code, "which has 0..5" in told) == (3, True)
     assert audit(copy, "--steps", "5")[0] == 0
