@@ -41,7 +41,7 @@ docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed-bench
-	@for program in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$program $(ARGS) || exit; done
+	@for program in $(filter-out benchmarks/common.py benchmarks/optimizers.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$program $(ARGS) || exit; done
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

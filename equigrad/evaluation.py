@@ -12,7 +12,8 @@ from equigrad.parallel.world import World
 from equigrad.schedule.division import schedule_samples
 
 _ROUNDS_PER_STAGE = 8
-"""Rounds that go through a pipeline at once, for each of its ranks: their rows are in memory together."""
+"""Rounds after which ranks ask each other whether to stop, for each rank of a pipeline, which runs empty then; its rows
+are in memory together."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def evaluate(
             f"the held-out set has no token in the loss: {len(samples)} samples, {held_out.tokens} tokens; there is"
             " nothing to divide its loss by"
         )
-    own, at_once = 0.0, 1 if world.axis("pp").size == 1 else _ROUNDS_PER_STAGE * world.axis("pp").size
+    own, at_once = 0.0, _ROUNDS_PER_STAGE * world.axis("pp").size
     for first in range(0, len(schedule.rounds), at_once):
         if world.sum([float(stop is not None and stop.asked)])[0]:
             raise Stopped

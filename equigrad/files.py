@@ -42,15 +42,16 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def check_target(path: Path, outside: Path | None = None) -> None:
-    """``UserError`` where a file cannot be written to, or would be ``outside`` no folder that is to stay as it is."""
-    if path.is_dir() or not path.name:
-        raise UserError(f"cannot write {path}: not a file's name")
-    if outside is not None and path.resolve().is_relative_to(outside.resolve()):
-        raise UserError(f"cannot write {path}: {outside} is what is looked at, and stays as it is")
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write {path}: {existing} is not a folder one may write into")
+def check_target(path: Path, untouched: Path | None = None) -> None:
+    """``UserError`` where a file cannot be written to, or lies in the folder ``untouched``."""
+    with writing(path):
+        if path.is_dir() or not path.name:
+            raise UserError(f"cannot write {path}: not a file's name")
+        if untouched is not None and path.resolve().is_relative_to(untouched.resolve()):
+            raise UserError(f"cannot write {path}: {untouched} is what is looked at, and stays as it is")
+        existing = next(folder for folder in path.absolute().parents if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write {path}: {existing} is not a folder one may write into")
 
 
 def write_json(path: Path, value: Any) -> None:

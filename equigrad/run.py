@@ -173,6 +173,8 @@ def resumed_job(run: Run, path: Path | None, overrides: Sequence[str]) -> Job:
         _overlay(tree, read_toml(path))
     origin: dict[str, str] = {}
     for key, text in parse_overrides(overrides):
+        if key == "optim.preset":
+            raise UserError("a preset gives a run its values at the start; change those of a resumed run one by one")
         set_key(tree, key, override_value(key, text), origin)
     job = make_job(tree, str(path or run.job_file), origin)
     changed = [key for key in _different(stored, job) if {key, key.split(".")[0]} & {*_FIXED} and key not in _FREE]

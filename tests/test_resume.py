@@ -280,6 +280,17 @@ def test_who_was_killed_is_told_from_who_was_ended(tmp_path: Path, capsys: pytes
     assert "rank 0" not in told
 
 
+def test_an_error_is_told_also_where_a_stop_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 failed after the request; what ended rank 0 then looked to it like a second one."""
+    (tmp_path / launch._STOP).touch()
+    assert launch._explain(tmp_path, {0: Death(130, 1000), 1: Death(130, 1000)}) == 130
+    assert capsys.readouterr().err == "equigrad: interrupted\n"
+    failed = {"rank": 1, "time": 1000.2, "text": "out of memory", "user_error": False, "lost_peers": False}
+    (tmp_path / "report-1.json").write_text(json.dumps(failed))
+    assert launch._explain(tmp_path, {0: Death(130, 1000), 1: Death(1, 1000)}) == 1
+    assert "rank 1 failed:\nout of memory" in capsys.readouterr().err
+
+
 def test_workers_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
     folder = tmp_path / "run"

@@ -281,6 +281,6 @@ def test_a_stop_ends_an_evaluation_on_all_ranks_and_the_step_is_saved(
     size = job.layout.world_size
     arguments = (stopped_evaluation, job, tmp_path / "run", size - 1)
     results = workers(size).run(*arguments) if size > 1 else [stopped_evaluation(*arguments[1:])]
-    rounds_at_once = 16 if layout == {"pp": 2} else 1
+    rounds_at_once = 16 if layout == {"pp": 2} else 8
     assert results == [([rounds_at_once], 2, False)] * size
     assert str(latest(tmp_path / "run" / "checkpoints")).endswith("step-00000002")

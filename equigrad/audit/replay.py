@@ -33,6 +33,7 @@ from equigrad.config import Job
 from equigrad.data.stream import Stream
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.errors import UserError
+from equigrad.parallel.ranks import gather
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
 from equigrad.prepare import give_state
@@ -86,6 +87,7 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
 
     Raises: Contradiction, Unverifiable; UserError for files that cannot be read.
     """
+    saved = list_checkpoints(run.folder / "checkpoints")  # before the lines: a run writes a line first
     jobs: list[tuple[int, dict[str, Any]]] = []
     versions: set[str] = set()
     known: list[int] = []
@@ -103,7 +105,7 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     first, last = steps or (begin, end)
     if first < begin or last > end:
         raise Unverifiable(f"steps {first}..{last} are not in the trajectory, which has {begin}..{end}")
-    later = [path.name for path in list_checkpoints(run.folder / "checkpoints") if step_of(path) > end]
+    later = [path.name for path in saved if step_of(path) > end]
     if last == end and later:
         raise Unverifiable(f"{later[0]} is of a later step than the trajectory's last, {end}: nothing tells of it")
     if run.job_file.exists() and not run.job_file.is_file():  # a pipe would never end
@@ -113,7 +115,7 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
         check_settings(job, jobs[-1][1])
     if remote := [s.path for s in (*job.data.sources, *job.data.held_out_sources) if s.path.startswith("hf:")]:
         raise Unverifiable(f"{remote[0]} is not opened for a run of others: the library that reads it may run code")
-    base, checkpoint = _base(run, begin, first, digested)
+    base, checkpoint = _base(saved, begin, first, digested)
     borders = [step for step, _ in jobs[1:]] + [last]
     held = [(settings, min(border, last)) for (_, settings), border in zip(jobs, borders, strict=True)]
     segments = [(settings, stop) for settings, stop in held if stop > base]
@@ -146,15 +148,26 @@ def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
     saved = _checkpoints(run, steps)
     for line, _ in lines(run.folder / NAME):
         path = saved.get(line["step"]) if line["kind"] == "step" else None
-        if path is None or not (path / MANIFEST).exists():  # a run that goes on removes what it does not keep
+        if path is None:
             continue
-        _check_files(path)
-        if has_tensors(line) and (where := compare(line, line | _tensors(path, line))):
-            raise Contradiction(line["step"], where, f"{path.name} is not the state of the trajectory")
-        try:
-            verify(path)
-        except UserError as error:
-            raise Contradiction(line["step"], "checkpoint", str(error)) from None
+        with _while_it_is_there(path):
+            _check_files(path)
+            if has_tensors(line) and (where := compare(line, line | _tensors(path, line))):
+                raise Contradiction(line["step"], where, f"{path.name} is not the state of the trajectory")
+            try:
+                verify(path)
+            except UserError as error:
+                raise Contradiction(line["step"], "checkpoint", str(error)) from None
+
+
+@contextmanager
+def _while_it_is_there(path: Path) -> Iterator[None]:
+    """A run that goes on removes what it does not keep: what is found meanwhile says nothing."""
+    try:
+        yield
+    except (Contradiction, Unverifiable):
+        if (path / MANIFEST).exists():
+            raise
 
 
 def _checkpoints(run: Run, steps: tuple[int, int]) -> dict[int, Path]:
@@ -171,13 +184,14 @@ def _tensors(path: Path, line: Line) -> Line:
         raise Contradiction(line["step"], _damaged(path, line) or "checkpoint", f"{path.name}: {error}") from None
 
 
-def _base(run: Run, begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
+def _base(saved: list[Path], begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
     """The latest state before ``first`` that the trajectory knows."""
-    for path in reversed(list_checkpoints(run.folder / "checkpoints")):
+    for path in reversed(saved):
         # Of step 0 whoever made the run could have saved anything: that state comes from the seed.
         if step_of(path) > 0 and begin <= step_of(path) <= max(first - 1, begin) and step_of(path) in digested:
-            _check_files(path)
-            return step_of(path), path
+            with _while_it_is_there(path):
+                _check_files(path)
+                return step_of(path), path
     if begin > 0:
         raise Unverifiable(
             f"the trajectory begins at step {begin}, and there is no checkpoint from before step {first}"
@@ -214,13 +228,17 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
 
 
 def _replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progress: Progress) -> None:
-    said, saved = _steps(plan), _checkpoints(plan.run, (plan.base, plan.steps[1]))
+    # Of a run that goes on, ranks may not see the same ones.
+    said, saved = _steps(plan), gather(_checkpoints(plan.run, (plan.base, plan.steps[1])))[0]
     checkpoint = plan.checkpoint
     for number, (job, (_, stop)) in enumerate(zip(plan.jobs(layout), plan.segments, strict=True)):
         trainer = _open(job, plan.run, world, work)
         if number == 0:
-            _start(trainer, plan, line := next(said), progress)
+            _start(trainer, plan, line := next(said))
             _compare_checkpoint(trainer, line, saved.get(trainer.step))
+            # There is nothing more in this line. How a checkpoint came about, nobody has looked at.
+            if line["batch"] is None and checkpoint is None:
+                progress.add(line)
         else:
             give_state(trainer, checkpoint)
         while trainer.step < stop:
@@ -252,7 +270,7 @@ def _open(job: Job, run: Run, world: World, work: Path) -> Trainer:
     return Trainer(job, work, world, first or rest)
 
 
-def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None:
+def _start(trainer: Trainer, plan: Plan, line: Line) -> None:
     """Give the trainer the state to start from, which must be the one that the trajectory tells of."""
     if where := compare(line | dict.fromkeys(SECTIONS), line | {"data": data_digests(trainer.stream)}):
         raise Contradiction(line["step"], where, "the text is another one")
@@ -271,9 +289,6 @@ def _start(trainer: Trainer, plan: Plan, line: Line, progress: Progress) -> None
             raise Unverifiable(f"{trainer.job.model.weights} does not hold what the run began from ({where})")
         source = "the initial state" if checkpoint is None else checkpoint.name
         _differ(trainer, line["step"], where, f"{source} is not the state of the trajectory", checkpoint is None)
-    # There is nothing more in this line. How a checkpoint came about, nobody has looked at.
-    if line["batch"] is None and checkpoint is None:
-        progress.add(line)
 
 
 def _damaged(checkpoint: Path, line: Line) -> str | None:
@@ -291,23 +306,24 @@ def _damaged(checkpoint: Path, line: Line) -> str | None:
 
 def _compare_checkpoint(trainer: Trainer, line: Line, path: Path | None) -> None:
     """That the checkpoint of this step, if there is one, goes on from here as the trainer would; a collective."""
-    # On all ranks alike, before any of them looks at the files.
-    now = line_of(trainer, tensors=True) if path is not None and not has_tensors(line) else None
-    if path is None or not (path / MANIFEST).exists():  # a run that goes on removes what it does not keep
+    if path is None:
         return
-    _check_files(path)
+    now = None if has_tensors(line) else line_of(trainer, tensors=True)
     counters = {key: trainer.counters[key] for key in _COUNTED}
     said = {"step": trainer.step, "cursor": trainer.stream.cursor(), "updates": trainer.optimizer.updates}
-    meta = read_manifest(path).meta
-    found = {key: meta.get(key) for key in said} | {"counters": meta.get("counters")}
-    if isinstance(found["counters"], dict):  # others are times
-        found["counters"] = {key: found["counters"].get(key) for key in counters}
-    where = difference(json.loads(json.dumps(said | {"counters": counters})), found)
-    if where is not None:
-        why = f"{path.name} would not go on from where the step ended"
-        raise Contradiction(trainer.step, f"checkpoint: {'.'.join(where)}", why)
-    if now is not None and (where_ := compare(now, now | _tensors(path, now))):
-        _differ(trainer, trainer.step, where_, f"{path.name} is not the state that the step leads to", computed=True)
+    with _while_it_is_there(path):
+        _check_files(path)
+        meta = read_manifest(path).meta
+        found = {key: meta.get(key) for key in said} | {"counters": meta.get("counters")}
+        if isinstance(found["counters"], dict):  # others are times
+            found["counters"] = {key: found["counters"].get(key) for key in counters}
+        where = difference(json.loads(json.dumps(said | {"counters": counters})), found)
+        if where is not None:
+            why = f"{path.name} would not go on from where the step ended"
+            raise Contradiction(trainer.step, f"checkpoint: {'.'.join(where)}", why)
+        if now is not None and (differs := compare(now, now | _tensors(path, now))):
+            why = f"{path.name} is not the state that the step leads to"
+            _differ(trainer, trainer.step, differs, why, computed=True)
 
 
 def _step(trainer: Trainer, line: Line) -> None:

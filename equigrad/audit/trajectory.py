@@ -23,6 +23,7 @@ from typing import Any
 
 from equigrad.config import Job
 from equigrad.config.load import make_job
+from equigrad.config.optim import USES
 
 FORMAT = 1
 NAME = "trajectory.jsonl"
@@ -85,6 +86,10 @@ def settings(job: Job) -> dict[str, Any]:
         left_out |= {"memory": True, "numerics": {"compile"}, "batch": {"row_tokens", "packing"}}
     found = job.model_dump(mode="json", exclude=left_out)
     found["optim"]["schedule_steps"] = job.optim.schedule_steps or job.train.steps
+    # What the rule does not read decides nothing, nor do rates of roles where they are none of their own.
+    unused = set().union(*USES.values()) - USES[job.optim.name] | {"preset"}
+    unused |= {key for key in ("embedding_lr", "head_lr", "vector_lr") if found["optim"][key] == 1.0}
+    found["optim"] = {key: value for key, value in found["optim"].items() if key not in unused}
     for source in found["data"]["sources"]:  # as it was before sources had one
         if source.get("modality") == "text":
             del source["modality"]

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from equigrad.parallel.placement import Placed
 
 
+_MOST_CELLS = 64
+"""For each box, where boxes make no grid."""
+
+
 class Box(NamedTuple):
     """A box of a global tensor: the index of its first element and its extent, per dimension."""
 
@@ -93,8 +97,14 @@ def tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
         return False
     if sum(box.numel for box in boxes) != prod(shape):
         return False
-    ends = [[(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in boxes] for dim in range(len(shape))]
-    cells = [{border: at for at, border in enumerate(sorted({b for pair in pairs for b in pair}))} for pairs in ends]
+    if not boxes:
+        return True
+    pairs = [{(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in boxes} for dim in range(len(shape))]
+    if prod(map(len, pairs)) == len(boxes) == len(set(boxes)) and all(map(_tile_line, pairs, shape)):
+        return True  # a grid, as layouts make them
+    cells = [{border: at for at, border in enumerate(sorted({b for pair in own for b in pair}))} for own in pairs]
+    if prod(max(len(own) - 1, 1) for own in cells) > _MOST_CELLS * len(boxes):
+        return False  # no layout cuts so; and nobody is to be kept busy by a manifest
     seen: set[tuple[int, ...]] = set()
     for box in boxes:
         ranges = (
@@ -106,3 +116,9 @@ def tile(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
                 return False
             seen.add(cell)
     return True  # none twice, and as many elements as there are
+
+
+def _tile_line(ranges: set[tuple[int, int]], size: int) -> bool:
+    """Whether ranges, each from start up to stop, hold every number below ``size`` once."""
+    borders = [0, *(border for pair in sorted(ranges) for border in pair), size]
+    return all(a == b for a, b in zip(borders[::2], borders[1::2], strict=True))

@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not run.folder.is_dir():
         raise UserError(f"no folder at {run.folder}: expected a run")
     if arguments.json:
-        check_target(Path(arguments.json), outside=run.folder)
+        check_target(Path(arguments.json), untouched=run.folder)
     steps, layout = _steps(arguments.steps), parse_layout(arguments.layout)
     env = process_env()
     if env is not None and env.world_size > 1:
@@ -97,7 +97,8 @@ def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argum
     with own or nullcontext() as folder:
         work = Path(gather(str(arguments.work or folder))[0])
         planned = replay.plan if arguments.work else _planned  # the launcher has looked at the checkpoints
-        plan, outcome = _tried(lambda: planned(run, steps), progress, None, alike)
+        # Of a run that goes on, ranks may not see the same: what the first one sees counts.
+        plan, outcome = gather(_tried(lambda: planned(run, steps), progress, None, alike))[0]
         if plan is not None:
             _, outcome = _tried(lambda: replay.replay(plan, layout, world, work, progress), progress, plan, alike)
         if arguments.work and world.is_main:

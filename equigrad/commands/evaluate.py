@@ -26,7 +26,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         words = ["eval", arguments.model, *overrides]
         for option in ("job", "json"):
             words += [f"--{option}", value] if (value := getattr(arguments, option)) else []
-        return launch(job.layout.world_size, words)
+        return launch(job.layout.world_size, words, stops=False)
     if env is None or env.world_size == 1:
         return _evaluate(weights, job, arguments)
     return run_worker(env.rank, lambda: _evaluate(weights, job, arguments))

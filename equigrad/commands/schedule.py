@@ -70,6 +70,7 @@ def record(division: Division) -> dict[str, Any]:
             {
                 "round": number,
                 "lane": lane,
+                "modality": division.kinds[number],
                 "tokens": row.tokens,
                 "samples": [sample for sample, _ in row.samples],
                 "context": [

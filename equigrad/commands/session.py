@@ -44,9 +44,9 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     trainer = Trainer(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
+    world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
     if resume and checkpoint is None:
         world.run_where(world.is_main, run.check_restart)
-    world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
     give_state(trainer, checkpoint)
     if trainer.step > job.train.steps:
         raise SharedUserError(f"train.steps is {job.train.steps}, but {run.folder} has {trainer.step} steps behind it")

@@ -112,7 +112,7 @@ def _dry_run(job: Job) -> int:
     print(f"# parameters        {parameter_count(job.model, job.lora):,}{trained}")
     print(f"# tokens per step   {tokens}")
     print(f"# steps             {job.train.steps:,}")
-    flops = flops_per_token(job.model, job.data.context / 2, job.lora)
+    flops = flops_per_token(job.model, (job.data.context + 1) / 2, job.lora)
     print(f"# operations        {flops:.3g} per token, forward and backward")
     print(f"# processes         {job.layout.describe()}")
     parts = {name: size for name, size in asdict(memory).items() if size}

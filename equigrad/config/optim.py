@@ -23,6 +23,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2609.35701.
     "meqmuon": {"name": "meqmuon", "momentum": 0.95, "meq_scale": 0.2, "weight_decay": 0.1},
 }  # fmt: skip
+_PRODUCTS = {"newton_schulz", "newton_schulz_steps"}
+USES: dict[str, set[str]] = {
+    "adamw": {"betas", "eps"},
+    "lion": {"lion_betas"},
+    "muon": {"betas", "eps", "momentum", "nesterov", "update_scale", *_PRODUCTS},
+    "normuon": {"betas", "eps", "momentum", "nesterov", "row_beta", "update_scale", *_PRODUCTS},
+    "lionmuon": {"lion_betas", "period", "lion_lr", "update_scale", *_PRODUCTS},
+    "signmuon": {"momentum", "period", "lion_lr", "update_scale", *_PRODUCTS},
+    "meqmuon": {"momentum", "meq_scale", *_PRODUCTS},
+}
+"""Of the keys that belong to some rules only, those that each rule reads."""
 Rule: TypeAlias = Literal["adamw", "lion", "muon", "normuon", "lionmuon", "signmuon", "meqmuon"]
 
 
@@ -30,7 +41,8 @@ class Optim(Section):
     """How gradients become an update."""
 
     preset: Literal["llama2", "lion", "moonlight", "normuon", "lionmuon-p2", "lionmuon-p5", "meqmuon"] | None = None
-    """A publication whose values are taken for what is not given here; `equigrad train --dry-run` shows them."""
+    """A publication whose values are taken for what is not given here, where a run starts; `equigrad train --dry-run`
+    shows them."""
     name: Rule = "adamw"
     """Which rule, of matrices in blocks: ``adamw``; ``lion``; ``muon``; ``normuon``; ``lionmuon``; ``signmuon``;
     ``meqmuon``. Docs: [Optimizers](optimizers.md)."""
@@ -88,8 +100,10 @@ class Optim(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, value: Any) -> Any:
-        chosen = PRESETS.get(str(value.get("preset")), {}) if isinstance(value, dict) else {}
-        return {**chosen, **value} if chosen else value
+        if not isinstance(value, dict) or str(value.get("preset")) not in PRESETS:
+            return value
+        # Not kept beside the values: whatever changes these later, it would not be true any more.
+        return {**PRESETS[value["preset"]], **{k: v for k, v in value.items() if k != "preset"}}
 
     @property
     def orthogonal(self) -> bool:

@@ -27,6 +27,11 @@ class Sums:
     dims: tuple[int, ...]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sums of the whole tensor."""
+        return tuple(1 if dim in self.dims else size for dim, size in enumerate(self.placed.placement.shape))
+
+    @property
     def kept(self) -> tuple[slice, ...]:
         """This rank's part of the sums."""
         at = self.placed.placement
@@ -115,7 +120,7 @@ def sums_over_ranks(of: Sequence[Sums], terms: Sequence[Tensor], add: OverRanks)
     wholes = []
     for sums, local in zip(of, terms, strict=True):
         at = sums.placed.placement
-        whole = local.new_zeros([1 if dim in sums.dims else size for dim, size in enumerate(at.shape)])
+        whole = local.new_zeros(sums.shape)
         if at.replica == 0 and at.numel:
             whole[sums.kept] = local.sum(sums.dims, keepdim=True)
         wholes.append(whole)

@@ -189,31 +189,28 @@ class Exact:
         return sqrt(x)
 
     def square_sums(self, of: Sequence[Sums]) -> list[Tensor]:
-        """The squares on a grid of the largest, of all ranks: exact."""
+        """The squares that are added up together on a grid of the largest of them, on all ranks: exact."""
         if not of:
             return []
-        tops = torch.stack(
-            [
-                s.placed.tensor.abs().max().double()
-                if s.placed.tensor.numel()
-                else s.placed.tensor.new_zeros((), dtype=torch.float64)
-                for s in of
-            ]
-        )
-        self._largest(tops)
-        limits, terms = power_of_two(exponent(tops)), []
+        tops = []
+        for sums in of:
+            top = sums.placed.tensor.new_zeros(sums.shape, dtype=torch.float64)
+            if sums.placed.tensor.numel():
+                top[sums.kept] = sums.placed.tensor.abs().amax(sums.dims, keepdim=True).double()
+            tops.append(top)
+        flat = self._largest(torch.cat([top.reshape(-1) for top in tops]))
+        parts = power_of_two(exponent(flat)).split([top.numel() for top in tops])
+        limits = [part.view_as(top)[sums.kept] for part, top, sums in zip(parts, tops, of, strict=True)]
+        terms = []
         for sums, limit in zip(of, limits, strict=True):
             units = sums.placed.tensor.double() / limit
-            terms.append(fixed(units * units, term_bits(math.prod(sums.placed.placement.shape))))
+            count = math.prod(sums.placed.placement.shape[dim] for dim in sums.dims)
+            terms.append(fixed(units * units, term_bits(count)))
         found = sums_over_ranks(of, terms, self._add)
         return [total * (limit * limit) for total, limit in zip(found, limits, strict=True)]
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x [k, m, l] times y [k, l, n], each on a grid of its matrix."""
+    """x [k, m, l] times y [k, l, n]: each row of x on a grid of its own, and each column of y."""
     bits, other = operand_bits(x.shape[2])
-    return torch.bmm(_onto(x, bits), _onto(y, other))
-
-
-def _onto(x: Tensor, bits: int) -> Tensor:
-    return relative(x, bits, largest(largest(x, 2), 1))
+    return torch.bmm(relative(x, bits, largest(x, 2)), relative(y, other, largest(y, 1)))

@@ -105,9 +105,6 @@ def _explain(folder: Path, deaths: dict[int, Death]) -> int:
     if (folder / _STOP).exists() and all(death.code == -signal.SIGTERM for death in deaths.values()):
         print("stopped before the first step; nothing was saved")
         return 0
-    if (folder / _STOP).exists() and any(death.code == INTERRUPTED for death in deaths.values()):
-        print("equigrad: interrupted", file=sys.stderr)
-        return INTERRUPTED
     reports = [json.loads(file.read_text()) for file in folder.glob("report-*.json")]
     # Whoever lost its peers is a victim; a worker killed by a signal left no report and is the cause.
     causes = sorted((r for r in reports if not r["lost_peers"]), key=lambda r: r["time"])
@@ -116,7 +113,11 @@ def _explain(folder: Path, deaths: dict[int, Death]) -> int:
     late = min(death.time for death in deaths.values()) + _GRACE_SECONDS - 1
     silent = [rank for rank, death in sorted(deaths.items()) if death.code == -signal.SIGKILL and death.time >= late]
     answered = {rank: death.code for rank, death in sorted(deaths.items()) if rank not in silent}
-    killed = [rank for rank, code in answered.items() if rank not in reported and code not in (0, -signal.SIGTERM)]
+    ended = (0, -signal.SIGTERM, INTERRUPTED)
+    killed = [rank for rank, code in answered.items() if rank not in reported and code not in ended]
+    if not causes and not killed and INTERRUPTED in answered.values():
+        print("equigrad: interrupted", file=sys.stderr)
+        return INTERRUPTED
     if not causes and not killed:
         causes = sorted(reports, key=lambda r: r["time"])
     if silent:

@@ -211,15 +211,18 @@ def test_checkpoints_from_the_base_on_are_compared(train: Callable[..., Path]) -
     assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, parameters: {WEIGHT}")
 
 
-def test_a_checkpoint_that_a_run_removes_meanwhile_accuses_nobody(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = replay.list_checkpoints
+@pytest.mark.parametrize("when", ["list_checkpoints", "tree_of_files", "verify"])
+def test_a_checkpoint_that_a_run_removes_meanwhile_accuses_nobody(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    whole = getattr(replay, when)
 
-    def removed(folder: Path) -> list[Path]:
-        found = listed(folder)
-        shutil.rmtree(folder / "step-00000002", ignore_errors=True)
-        return found
+    def removed(path: Path, *rest: Any) -> Any:
+        found = whole(path, *rest) if when == "list_checkpoints" else None
+        shutil.rmtree(copy / "checkpoints" / "step-00000002", ignore_errors=True)
+        return found or whole(path, *rest)
 
-    monkeypatch.setattr(replay, "list_checkpoints", removed)
+    monkeypatch.setattr(replay, when, removed)
     assert audit(copy)[0] == 0
 
 

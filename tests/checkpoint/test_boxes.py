@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from equigrad.checkpoint.boxes import Box, Claim, claims, wholes
+from equigrad.checkpoint.boxes import Box, Claim, claims, tile, wholes
 from equigrad.parallel.placement import Placed, Placement
 
 
@@ -75,3 +75,12 @@ def test_scalars_and_empty_tensors_are_whole():
     found = wholes([{"s": Claim("int64", (), Box((), ())), "e": Claim("int64", (0, 3), None)}])
     assert list(found) == ["e", "s"]
     assert found["e"].boxes == {}
+
+
+def test_nobody_is_kept_busy_by_boxes_that_no_layout_has() -> None:
+    """Strips across, and a row in pieces: as many cells as boxes squared."""
+    many = 20_000
+    strips = [Box((row, 0), (1, many)) for row in range(1, many)]
+    pieces = [Box((0, column), (1, 1)) for column in range(many)]
+    assert not tile((many, many), strips + pieces)
+    assert tile((6, 4), [Box((0, 0), (3, 4)), Box((3, 0), (3, 1)), Box((3, 1), (3, 3))])  # no grid

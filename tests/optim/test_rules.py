@@ -202,6 +202,12 @@ def of_rank_one(of: np.random.Generator, shape: tuple[int, ...], step: int) -> A
     return np.outer(left, right).reshape(shape) * (1 + of.integers(1024)) / 1024
 
 
+def scales(shape: tuple[int, ...]) -> Array:
+    """Every other row is a millionth of the others, as of tokens that were not seen for long."""
+    rows = np.where(np.arange(shape[0]) % 2, 2.0**-20, 1.0)
+    return rows.reshape(-1, *[1] * (len(shape) - 1))
+
+
 GRADIENTS: dict[str, Gradient] = {
     "usual": usual,
     "zero": lambda of, shape, step: np.zeros(shape),
@@ -209,6 +215,7 @@ GRADIENTS: dict[str, Gradient] = {
     "with-a-pause": lambda of, shape, step: usual(of, shape, step) * (step not in (3, 4, 5)),
     "vanishing": lambda of, shape, step: usual(of, shape, step) * 1e-9,
     "rank-one": of_rank_one,
+    "uneven-rows": lambda of, shape, step: usual(of, shape, step) * scales(shape),
 }
 
 
