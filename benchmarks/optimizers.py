@@ -7,6 +7,7 @@ time, one thread each, and each result is written as it comes: what was interrup
     python benchmarks/optimizers.py                # about two hours on two cores
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -63,6 +64,7 @@ def job(rule: str, lr: float, seed: int, cache: str) -> Any:
 
 def run(rule: str, lr: float, seed: int, folder: str) -> dict[str, Any]:
     """One training run: losses of steps, held-out losses on the way, seconds, bytes of state."""
+    from equigrad.errors import UserError
     from equigrad.parallel.stop import StopRequest
     from equigrad.parallel.world import start
     from equigrad.prepare import prepare
@@ -79,19 +81,29 @@ def run(rule: str, lr: float, seed: int, folder: str) -> dict[str, Any]:
         every = max(1, given.train.steps // 16)
         for step in range(1, given.train.steps + 1):
             began = time.perf_counter()
-            record, _ = trainer.update(stream.next_batch(), stop)
-            seconds, tokens = seconds + time.perf_counter() - began, tokens + record["tokens"]
-            if not math.isfinite(record["loss"]):
+            try:
+                record, _ = trainer.update(stream.next_batch(), stop)
+            except UserError:  # not finite: this learning rate is too high
+                curve = []
                 break
+            seconds, tokens = seconds + time.perf_counter() - began, tokens + record["tokens"]
             if step % every == 0 or step == given.train.steps:
                 result = trainer.evaluate(silent, None if step == given.train.steps else 20_000)
                 assert result is not None
                 curve.append([tokens, seconds, result.loss])
         state = sum(p.tensor.numel() * p.tensor.element_size() for p in trainer.optimizer.state().values())
         trainer.checkpointer.close()
-    return {"rule": rule, "lr": lr, "seed": seed, "curve": curve, "held_out_loss": curve[-1][2] if curve else math.inf,
-            "ms_per_step": 1e3 * seconds / given.train.steps, "state_bytes": state,
-            "parameters": sum(p.tensor.numel() for p in trainer.parameters.values())}  # fmt: skip
+    return {
+        "rule": rule, "lr": lr, "seed": seed, "job": digest(rule, lr, seed), "curve": curve,
+        "held_out_loss": curve[-1][2] if curve else math.inf, "ms_per_step": 1e3 * seconds / given.train.steps,
+        "state_bytes": state, "parameters": sum(p.tensor.numel() for p in trainer.parameters.values()),
+    }  # fmt: skip
+
+
+def digest(rule: str, lr: float, seed: int) -> str:
+    """Of what decides a run: a result of other settings is none of this study."""
+    settings = job(rule, lr, seed, "").model_dump_json(exclude={"data": {"cache"}})
+    return hashlib.sha256(settings.encode()).hexdigest()
 
 
 def key(result: dict[str, Any]) -> tuple[str, float, int]:
@@ -107,7 +119,8 @@ def main() -> None:
     names = [name for name in RULES if not OPTIONS.only or name in OPTIONS.only.split(";")]
     done: dict[tuple[str, float, int], dict[str, Any]] = {}
     if OPTIONS.json.exists():
-        done = {key(result): result for result in json.loads(OPTIONS.json.read_text())["runs"]}
+        kept = json.loads(OPTIONS.json.read_text())["runs"]
+        done = {key(result): result for result in kept if result["job"] == digest(*key(result))}
     with tempfile.TemporaryDirectory() as folder:
         run_all([(name, lr, 0) for name in names for lr in rates(name)], done, folder)
         best = {name: min(rates(name), key=lambda lr: done[name, lr, 0]["held_out_loss"]) for name in names}
@@ -157,7 +170,7 @@ def draw(best: dict[str, float], done: dict[Any, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for name, lr in best.items():
-        curves = [done[name, lr, seed]["curve"] for seed in range(OPTIONS.seeds)]
+        curves = [curve for seed in range(OPTIONS.seeds) if (curve := done[name, lr, seed]["curve"])]
         points = [[statistics.fmean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=False)]
         for axis, column in zip(axes, (0, 1), strict=True):
             axis.plot([point[column] for point in points], [point[2] for point in points], label=name)
