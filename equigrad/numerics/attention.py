@@ -318,7 +318,7 @@ def _flash_window(tile: Tile) -> dict[str, int]:
 
 
 def per_tile(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
-    """Any device, through PyTorch's dispatcher and autograd, for tiles that hold each query once; at least one."""
+    """Any device, through PyTorch's dispatcher and autograd, for tiles that hold each query once."""
     parts = []
     for tile in tiles.first:
         queries, keys, values = tile.split(q, k, v)
@@ -330,7 +330,7 @@ def per_tile(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
             queries, keys, values, attn_mask=mask, is_causal=tile.causal, enable_gqa=grouped
         )
         parts.append(_tokens_first(part))
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else q * 1 + 0 * (k.sum() + v.sum())
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
