@@ -111,6 +111,11 @@ class Optim(Section):
         return self.name not in ("adamw", "lion")
 
     @property
+    def sign_betas(self) -> tuple[float, float]:
+        """How much of the buffer is in an update whose sign is taken, and the buffer's decay; SignMuon's are one."""
+        return (self.momentum, self.momentum) if self.name == "signmuon" else self.lion_betas
+
+    @property
     def sign_lr(self) -> float:
         """``lion_lr``, the default applied."""
         return self.lion_lr or (1 / 20 if self.period < 5 else 1 / 40)

@@ -36,9 +36,9 @@ class Momentum:
         placed = {n: Placed(p.placement, self._buffers[n]) for n, p in self._parameters.items()}
         return {f"momentum.{n}": p.renamed(f"momentum.{n}") for n, p in placed.items()}
 
-    def _lion(self, gradient: Tensor, name: str, betas: tuple[float, float]) -> Tensor:
+    def _lion(self, gradient: Tensor, name: str) -> Tensor:
         """b1 m + (1 - b1) g, and then m <- b2 m + (1 - b2) g."""
-        (now, kept), buffer = betas, self._buffers[name]
+        (now, kept), buffer = self.config.sign_betas, self._buffers[name]
         update = self._arithmetic.mixed(buffer, gradient, now, 1 - now)
         self._arithmetic.mix(buffer, gradient, kept, 1 - kept)
         return update
@@ -51,22 +51,11 @@ class Momentum:
 class Lion(Momentum):
     """W <- (1 - eta lambda) W - eta sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
 
-    def __init__(
-        self,
-        config: Optim,
-        parameters: Mapping[str, Placed],
-        rates: Rates,
-        arithmetic: Arithmetic,
-        betas: tuple[float, float],
-    ) -> None:
-        super().__init__(config, parameters, rates, arithmetic)
-        self._betas = betas
-
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
         """Update every parameter in place; ``update``: how many were made before."""
         for name in self._parameters:
-            self._apply(name, self._lion(gradients[name].tensor, name, self._betas).sign_(), lr)
+            self._apply(name, self._lion(gradients[name].tensor, name).sign_(), lr)
 
 
 class Equalized(Momentum):

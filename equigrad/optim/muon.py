@@ -62,8 +62,7 @@ class Muon(Momentum):
         """What is made orthogonal, or what the sign is of."""
         config, of, buffer = self.config, self._arithmetic, self._buffers[name]
         if config.name in ("lionmuon", "signmuon"):
-            betas = config.lion_betas if config.name == "lionmuon" else (config.momentum, config.momentum)
-            return self._lion(gradient, name, betas)
+            return self._lion(gradient, name)
         of.mix(buffer, gradient, config.momentum, 1.0)
         if config.nesterov and config.name != "meqmuon":
             return of.mixed(buffer, gradient, config.momentum, 1.0)

@@ -49,7 +49,7 @@ class Optimizer:
         if config.name == "adamw":
             self._rules = [adamw(config, trained, rates)]
         elif config.name == "lion":
-            self._rules = [Lion(config, trained, rates, arithmetic, config.lion_betas)]
+            self._rules = [Lion(config, trained, rates, arithmetic)]
         else:
             self._muon = Muon(config, matrices, rates, arithmetic, axis)
             others: Rule
@@ -58,8 +58,7 @@ class Optimizer:
             elif config.name == "meqmuon":
                 others = Equalized(config, rest, rates, arithmetic, axis)
             else:
-                betas = config.lion_betas if config.name == "lionmuon" else (config.momentum, config.momentum)
-                others = Lion(config, rest, Rates(config, specs, config.sign_lr), arithmetic, betas)
+                others = Lion(config, rest, Rates(config, specs, config.sign_lr), arithmetic)
             self._rules = [self._muon, others]
 
     @property
