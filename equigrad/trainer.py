@@ -211,11 +211,14 @@ class Trainer:
     def _apply(self, gradients: dict[str, Placed], loss: float, norm: float, lr: float, counts: torch.Tensor) -> None:
         """Update the parameters and what is known of the experts, or refuse the step if it is not finite."""
         job, finite = self.job, torch.isfinite(torch.tensor([loss, norm])).all()
+        self._update_cost = (0.0, 0)
         if finite:
             if job.optim.clip_norm > 0:
                 clip(gradients.values(), norm, job.optim.clip_norm)
             began, sent = time.perf_counter(), self.optimizer.sent
             self.optimizer.step(gradients, lr)
+            if job.optim.orthogonal and self.world.device.type != "cpu":
+                torch.accelerator.synchronize()  # what is reported is done, not asked for
             self._update_cost = time.perf_counter() - began, self.optimizer.sent - sent
             self.balance.update(counts)
             self.counters["skipped_in_a_row"] = 0

@@ -8,7 +8,7 @@ from equigrad.config.model import Model
 from equigrad.config.optim import Optim
 from equigrad.models.parts import Part, cut_into_parts
 from equigrad.models.specs import Spec, parameter_specs
-from equigrad.numerics.budget import WORKING_BYTES, delta_bytes
+from equigrad.numerics.budget import WAVE_ENTRIES, WORKING_BYTES, delta_bytes
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,17 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
     gradients = kept if layout.reduce_every_round else here
     trained = [n for n, s in own.items() if s.trained]
     wide = 8 if job.numerics.kind == "exact" else 4
+    activations = max(_activations(job, part, rows) for part in parts)
+    logits = _logits(job, rows) if parts[-1].last else 0
+    # When the update is made, the activations are gone.
+    update = _orthogonal(job, {n: s for n, s in own.items() if s.trained and s.is_matrix}) - activations - logits
     return Estimate(
         parameters=wide * (sum(kept.values()) + gathered),
         gradients=wide * sum(gradients[n] for n in trained),
         optimizer=sum(kept[n] * _moments(job.optim, own[n]) for n in trained) * 4,
-        activations=max(_activations(job, part, rows) for part in parts),
-        logits=_logits(job, rows) if parts[-1].last else 0,
-        working=max(_working(job, part) for part in parts),
+        activations=activations,
+        logits=logits,
+        working=max(update, *(_working(job, part) for part in parts)),
     )
 
 
@@ -75,6 +79,21 @@ def _moments(optim: Optim, spec: Spec) -> int:
     """How many float32 numbers a rule keeps for each entry of a parameter; NorMuon's, one a row, are not counted."""
     two = optim.name == "adamw" or (optim.name in ("muon", "normuon") and not spec.is_matrix)
     return 2 if two else 1
+
+
+def _orthogonal(job: Job, matrices: Mapping[str, Spec]) -> int:
+    """What it takes to make matrices of a stage orthogonal (``optim.exchange``)."""
+    if not job.optim.orthogonal or not matrices:
+        return 0
+    layout, exact = job.layout, job.numerics.kind == "exact"
+    ranks = layout.world_size // layout.pp
+    largest = max(s.shape[-2] * s.shape[-1] for s in matrices.values())
+    of_rank = -(-sum(s.numel for s in matrices.values()) // ranks)
+    wave = min(of_rank, WAVE_ENTRIES) + (largest if ranks > 1 else 0)
+    at_once = max(largest, min(wave, WAVE_ENTRIES // 4))
+    size = 2 if job.numerics.dtype == "bfloat16" and not exact else 4
+    # Two waves of matrices and of parts; messages there and back, in and out; then what is made on the way.
+    return 2 * wave * (size + 4) + (4 * wave * size if ranks > 1 else 0) + at_once * (48 if exact else 4 * size)
 
 
 def _activations(job: Job, part: Part, rows: int) -> int:

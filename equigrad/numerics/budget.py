@@ -3,6 +3,9 @@
 WORKING_BYTES = 256 << 20
 """What is computed in pieces takes about as much at a time, if a piece can be so small."""
 
+WAVE_ENTRIES = 1 << 24
+"""Of the matrices that a rank makes orthogonal, about so many entries are whole at a time: those of a wave."""
+
 
 def delta_bytes(key_dim: int, value_dim: int) -> int:
     """Working memory of the gated delta rule's backward pass for each token and value head, as measured: about twenty

@@ -44,6 +44,8 @@ class Arithmetic(Protocol):
 
     moment_dtype: torch.dtype | None
     """Of buffers; None: that of the parameter."""
+    matrix_dtype: torch.dtype | None
+    """Of matrices that are made orthogonal, and travel for that; None: that of buffers."""
     adamw: type[AdamW]
     """The rule of that name."""
 
@@ -78,15 +80,15 @@ class Arithmetic(Protocol):
 class Native:
     """PyTorch's own operations.
 
-    add:     adds up over the ranks that have parts of the same parameters, element by element and in place
-    compute: in which products of matrices are made; None: in the type that they have
+    add:          adds up over the ranks that have parts of the same parameters, element by element and in place
+    matrix_dtype: of matrices that are made orthogonal; None: that of buffers
     """
 
     moment_dtype: torch.dtype | None = None
     adamw: type[AdamW] = AdamW
 
-    def __init__(self, add: OverRanks, compute: torch.dtype | None = None) -> None:
-        self._add, self._compute = add, compute
+    def __init__(self, add: OverRanks, matrix_dtype: torch.dtype | None = None) -> None:
+        self._add, self.matrix_dtype = add, matrix_dtype
 
     def mix(self, moment: Tensor, gradient: Tensor, keep: float, add: float) -> None:
         moment.mul_(keep).add_(gradient, alpha=add)
@@ -98,7 +100,7 @@ class Native:
         parameter.mul_(decay).add_(update, alpha=-rate)
 
     def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
-        return newton_schulz(x, config, self._compute)
+        return newton_schulz(x, config)
 
     def mean_square(self, x: Tensor, dim: int) -> Tensor:
         return x.square().mean(dim, keepdim=True)

@@ -142,6 +142,7 @@ class Exact:
     """
 
     moment_dtype: torch.dtype | None = torch.float32
+    matrix_dtype: torch.dtype | None = None
     adamw: type[AdamW] = ExactAdamW
 
     def __init__(self, add: OverRanks, largest: OverRanks) -> None:

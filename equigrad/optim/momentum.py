@@ -36,7 +36,7 @@ class Momentum:
         placed = {n: Placed(p.placement, self._buffers[n]) for n, p in self._parameters.items()}
         return {f"momentum.{n}": p.renamed(f"momentum.{n}") for n, p in placed.items()}
 
-    def _lion(self, gradient: Tensor, name: str) -> Tensor:
+    def _lion(self, name: str, gradient: Tensor) -> Tensor:
         """b1 m + (1 - b1) g, and then m <- b2 m + (1 - b2) g."""
         (now, kept), buffer = self.config.sign_betas, self._buffers[name]
         update = self._arithmetic.mixed(buffer, gradient, now, 1 - now)
@@ -55,7 +55,7 @@ class Lion(Momentum):
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
         """Update every parameter in place; ``update``: how many were made before."""
         for name in self._parameters:
-            self._apply(name, self._lion(gradients[name].tensor, name).sign_(), lr)
+            self._apply(name, self._lion(name, gradients[name].tensor).sign_(), lr)
 
 
 class Equalized(Momentum):

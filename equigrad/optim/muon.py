@@ -3,10 +3,10 @@
 What they share: a buffer in the parameter's place, an update made of it there, an exchange that brings whole updates to
 the ranks that work on them and takes back what came of it.
 
-muon:               Jordan et al., the Muon post; update scales of Liu et al., arXiv 2502.16982
-normuon:            rows then divided by the root of their second moment (Li et al., arXiv 2510.05491)
-lionmuon, signmuon: orthogonalised every ``period``-th step only, in between a sign (arXiv 2605.19811)
-meqmuon:            rows or columns then brought to one size, whichever vary more (arXiv 2609.35701)
+Muon:     Jordan et al., the Muon post; update scales of Liu et al., arXiv 2502.16982
+NorMuon:  Li et al., arXiv 2510.05491
+LionMuon: with SignMuon, arXiv 2605.19811
+MeqMuon:  arXiv 2609.35701
 """
 
 import math
@@ -28,7 +28,7 @@ _ADDED = 1e-10
 
 
 class Muon(Momentum):
-    """``exchange.sent`` tells the bytes that were sent."""
+    """Nesterov's momentum, or plain, made orthogonal. ``exchange.sent`` tells the bytes that were sent."""
 
     def __init__(
         self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
@@ -37,67 +37,92 @@ class Muon(Momentum):
         super().__init__(config, parameters, rates, arithmetic)
         self.exchange = Exchange({name: placed.placement for name, placed in parameters.items()}, axis)
         self._rows: dict[str, Placed] = {}
-        if config.name == "normuon":
-            self._rows = {name: _rows(placed, arithmetic) for name, placed in parameters.items()}
+        """A number for each row that ``_finished`` reads and replaces."""
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
         """Update every parameter in place; ``update``: how many were made before. A collective, but for signs."""
-        config, updates = self.config, {n: self._direction(n, gradients[n].tensor) for n in self._parameters}
-        if config.name in ("lionmuon", "signmuon") and update % config.period:
-            for name, direction in updates.items():
-                self._apply(name, direction.sign_(), lr * config.sign_lr)
-            return
-        rows = {name: placed.tensor for name, placed in self._rows.items()} or None
-        self.exchange.run(updates, rows, self._made)
-        for name, made in updates.items():
-            self._apply(name, made, lr, self._scale(name))
+        self.exchange.run(
+            lambda name: self._direction(name, gradients[name].tensor),
+            self._made,
+            lambda name, made: self._apply(name, made, lr, self._scale(name)),
+            {name: placed.tensor for name, placed in self._rows.items()},
+            self._arithmetic.matrix_dtype,
+        )
+
+    def _direction(self, name: str, gradient: Tensor) -> Tensor:
+        """What is made orthogonal."""
+        of, buffer, keep = self._arithmetic, self._buffers[name], self.config.momentum
+        of.mix(buffer, gradient, keep, 1.0)
+        return of.mixed(buffer, gradient, keep, 1.0) if self.config.nesterov else buffer.clone()
+
+    def _made(self, x: Tensor, rows: Tensor | None) -> Stack:
+        return self._finished(self._arithmetic.orthogonal(x, self.config), rows)
+
+    def _finished(self, x: Tensor, rows: Tensor | None) -> Stack:
+        """What becomes of orthogonal matrices, and of the numbers of their rows."""
+        return x, rows
+
+    def _scale(self, name: str) -> float:
+        *_, m, n = self._parameters[name].placement.shape
+        return 0.2 * math.sqrt(max(m, n)) if self.config.update_scale == "rms" else math.sqrt(m / n)
+
+
+class NorMuon(Muon):
+    """Rows divided by the roots of their second moments, and all of it scaled back to the norm that it had."""
+
+    def __init__(
+        self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
+    ) -> None:
+        super().__init__(config, parameters, rates, arithmetic, axis)
+        self._rows = {name: _rows(placed, arithmetic) for name, placed in parameters.items()}
 
     def state(self) -> dict[str, Placed]:
-        """Buffers, and NorMuon's second moments, [..., rows], named ``row_moment.<parameter>``."""
+        """Buffers, and second moments of rows, [..., rows], named ``row_moment.<parameter>``."""
         rows = {f"row_moment.{n}": placed.renamed(f"row_moment.{n}") for n, placed in self._rows.items()}
         return super().state() | rows
 
-    def _direction(self, name: str, gradient: Tensor) -> Tensor:
-        """What is made orthogonal, or what the sign is of."""
-        config, of, buffer = self.config, self._arithmetic, self._buffers[name]
-        if config.name in ("lionmuon", "signmuon"):
-            return self._lion(gradient, name)
-        of.mix(buffer, gradient, config.momentum, 1.0)
-        if config.nesterov and config.name != "meqmuon":
-            return of.mixed(buffer, gradient, config.momentum, 1.0)
-        return buffer.clone()
-
-    def _scale(self, name: str) -> float:
-        """Of an update, which is orthogonal (MeqMuon: whose entries have the root mean square 1)."""
-        *_, m, n = self._parameters[name].placement.shape
-        if self.config.name == "meqmuon":
-            return self.config.meq_scale
-        return 0.2 * math.sqrt(max(m, n)) if self.config.update_scale == "rms" else math.sqrt(m / n)
-
-    def _made(self, x: Tensor, rows: Tensor | None) -> Stack:
-        made = self._arithmetic.orthogonal(x, self.config)
-        if rows is not None:
-            return self._with_even_rows(made, rows)
-        return self._equalized(made) if self.config.name == "meqmuon" else made, None
-
-    def _with_even_rows(self, x: Tensor, moments: Tensor) -> Stack:
-        """NorMuon: of the size that they had together."""
-        of, beta = self._arithmetic, self.config.row_beta
+    def _finished(self, x: Tensor, rows: Tensor | None) -> Stack:
+        assert rows is not None
+        of, beta, x = self._arithmetic, self.config.row_beta, x.to(rows.dtype)
         squares = of.mean_square(x, 2).squeeze(2)
-        moments = (moments * beta + squares * (1 - beta)).to(moments.dtype)
+        moments = (rows * beta + squares * (1 - beta)).to(rows.dtype)
         divisor = of.sqrt(moments.to(squares.dtype)) + _ADDED
         # Norms over the root of the number of columns, by which they are both divided.
         before, after = (of.sqrt(of.sum_last(s)) for s in (squares, squares / (divisor * divisor)))
         added = _ADDED / math.sqrt(x.shape[2])
         return (x / divisor[..., None] * (before / (after + added))[..., None]).to(x.dtype), moments
 
-    def _equalized(self, x: Tensor) -> Tensor:
-        """MeqMuon: rows, or columns where these vary more, of root mean square 1."""
+
+class LionMuon(Muon):
+    """Every ``period``-th step orthogonal, in between a sign, for which nothing is sent. SignMuon, where both decays
+    are one."""
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
+        if update % self.config.period == 0:
+            super().step(gradients, lr, update)
+            return
+        for name in self._parameters:
+            self._apply(name, self._lion(name, gradients[name].tensor).sign_(), lr * self.config.sign_lr)
+
+    def _direction(self, name: str, gradient: Tensor) -> Tensor:
+        return self._lion(name, gradient)
+
+
+class MeqMuon(Muon):
+    """Rows, or columns where these vary more, then have the root mean square 1."""
+
+    def _direction(self, name: str, gradient: Tensor) -> Tensor:
+        self._arithmetic.mix(self._buffers[name], gradient, self.config.momentum, 1.0)
+        return self._buffers[name].clone()
+
+    def _finished(self, x: Tensor, rows: Tensor | None) -> Stack:
+        x = x.to(self._arithmetic.moment_dtype or torch.promote_types(x.dtype, torch.float32))
         by_row, by_column = (self._arithmetic.sqrt(self._arithmetic.mean_square(x, dim)) for dim in (2, 1))
         rows_vary = self._variation(by_row.squeeze(2)) > self._variation(by_column.squeeze(1))
-        rows, columns = (x / size.clamp(min=SMALLEST) for size in (by_row, by_column))
-        return torch.where(rows_vary[:, :, None], rows, columns).to(x.dtype)
+        by_row, by_column = (x / size.clamp(min=SMALLEST) for size in (by_row, by_column))
+        return torch.where(rows_vary[:, :, None], by_row, by_column).to(x.dtype), rows
 
     def _variation(self, sizes: Tensor) -> Tensor:
         """Coefficient of variation of sizes [k, n], those of nothing left out: [k, 1]."""
@@ -106,6 +131,9 @@ class Muon(Momentum):
         mean = of.sum_last(sizes * counted) / number
         off = (sizes - mean) * counted
         return of.sqrt(of.sum_last(off * off) / number) / mean.clamp(min=SMALLEST)
+
+    def _scale(self, name: str) -> float:
+        return self.config.meq_scale
 
 
 def _rows(parameter: Placed, arithmetic: Arithmetic) -> Placed:

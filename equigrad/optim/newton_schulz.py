@@ -31,13 +31,13 @@ def polynomials(config: Optim) -> tuple[tuple[Polynomial, ...], float]:
     return tuple(POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)), 1.02
 
 
-def newton_schulz(x: Tensor, config: Optim, dtype: torch.dtype | None = None) -> Tensor:
-    """x [k, m, n] -> the nearest (semi-)orthogonal matrices, about; ``dtype``: in which it is computed."""
+def newton_schulz(x: Tensor, config: Optim) -> Tensor:
+    """x [k, m, n] -> the nearest (semi-)orthogonal matrices, about; computed in the type of x."""
     applied, larger = polynomials(config)
-    tall, y = x.shape[1] > x.shape[2], x.to(dtype or x.dtype)
-    y = y.mT.contiguous() if tall else y  # products of the smaller side
+    tall = x.shape[1] > x.shape[2]
+    y = x.mT.contiguous() if tall else x  # products of the smaller side
     y = y / (y.norm(dim=(1, 2), keepdim=True) * larger).clamp(min=SMALLEST)
     for a, b, c in applied:
         squares = torch.bmm(y, y.mT)
         y = torch.baddbmm(y, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), y, beta=a)
-    return (y.mT if tall else y).to(x.dtype)
+    return y.mT if tall else y

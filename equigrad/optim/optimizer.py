@@ -7,10 +7,18 @@ from equigrad.config.optim import Optim
 from equigrad.models.specs import Spec
 from equigrad.optim.arithmetic import Arithmetic
 from equigrad.optim.momentum import Equalized, Lion
-from equigrad.optim.muon import Muon
+from equigrad.optim.muon import LionMuon, MeqMuon, Muon, NorMuon
 from equigrad.optim.roles import Rates
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.placement import Placed
+
+_MUONS: dict[str, type[Muon]] = {
+    "muon": Muon,
+    "normuon": NorMuon,
+    "lionmuon": LionMuon,
+    "signmuon": LionMuon,
+    "meqmuon": MeqMuon,
+}
 
 
 class Rule(Protocol):
@@ -51,7 +59,7 @@ class Optimizer:
         elif config.name == "lion":
             self._rules = [Lion(config, trained, rates, arithmetic)]
         else:
-            self._muon = Muon(config, matrices, rates, arithmetic, axis)
+            self._muon = _MUONS[config.name](config, matrices, rates, arithmetic, axis)
             others: Rule
             if config.name in ("muon", "normuon"):
                 others = adamw(config, rest, rates)

@@ -52,6 +52,10 @@ LAYOUTS: list[tuple[Layout, Sequence[str]]] = [
     ({"dp_replicate": 2}, ("lion", "muon")),
     ({"dp_replicate": 2, "dp_shard": 2}, ("normuon",)),
     ({"pp": 2}, ("signmuon", "meqmuon")),
+    ({"dp_shard": 4, "ep": 2}, ("normuon",)),
+    ({"dp_replicate": 2, "tp": 2}, ("lionmuon",)),
+    ({"cp": 2}, ("muon",)),
+    ({"dp_shard": 2, "pp": 2}, ("meqmuon",)),
 ]
 ADAPTED: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0, "targets": [r"model\.layers\.0\.self_attn\.q_proj"]}}
 ALL_ADAPTED = SPARSE | {"lora": {"rank": 4, "alpha": 8.0, "targets": ["all-linear", r".*\.experts\..*"]}}
@@ -98,7 +102,7 @@ class Driven(NamedTuple):
     calls: list[int]
     sent: list[int]
     worked: list[int]
-    matrices: list[tuple[str, int | None, int]]
+    matrices: list[tuple[str, int, int]]
     owners: list[int]
     stage: tuple[int, ...]
     placements: dict[str, Placement]
@@ -134,7 +138,7 @@ def _driven(config: Optim, at: Mapping[str, Placement], specs: Mapping[str, Spec
         sent.append(optimizer.sent)
         worked.append(arithmetic.worked)
     state = optimizer.state() | parameters
-    exchange = None if optimizer._muon is None else optimizer._muon.exchange
+    work = None if optimizer._muon is None else optimizer._muon.exchange.assignment
     return Driven(
         assemble(state),
         unequal_copies(state),
@@ -142,8 +146,8 @@ def _driven(config: Optim, at: Mapping[str, Placement], specs: Mapping[str, Spec
         calls,
         [after - before for before, after in pairwise(sent)],
         [after - before for before, after in pairwise(worked)],
-        [] if exchange is None else [(m.name, m.member, m.cost) for m in exchange.matrices],
-        [] if exchange is None else exchange.owners,
+        [] if work is None else [(m.name, m.member, m.cost) for m in work.matrices],
+        [] if work is None else work.owners,
         (world.rank,) if stage.group is None else tuple(dist.get_process_group_ranks(stage.group)),
         {name: placement for name, placement in at.items() if specs[name].trained},
     )
@@ -209,7 +213,7 @@ def expected_bytes(ranks: Sequence[Driven], rows_too: bool) -> list[int]:
         boxes = {}
         for rank, found in enumerate(ranks):
             at = found.placements[name]
-            inside = member is None or at.offset[0] <= member < at.offset[0] + at.local_shape[0]
+            inside = len(at.shape) == 2 or at.offset[0] <= member < at.offset[0] + at.local_shape[0]
             if at.numel and inside:
                 boxes[rank] = Box(at.offset[-2:], at.local_shape[-2:])
         assert sum(box.numel for box in set(boxes.values())) == math.prod(ranks[0].placements[name].shape[-2:])
@@ -234,9 +238,10 @@ def held_by_the_first(size: int) -> tuple[list[int], list[int], bool]:
     locals_ = {name: shape if rank == 0 else (0, shape[1]) for name, shape in shapes.items()}
     exchange = Exchange({n: Placement(n, s, (0, 0), locals_[n]) for n, s in shapes.items()}, axis)
     tensors = {name: torch.full(shape, float(name)) for name, shape in locals_.items()}
-    exchange.run(tensors, None, lambda x, _: (x + 1, None))
-    made = all(bool((tensor == float(name) + 1).all()) for name, tensor in tensors.items())
-    return [matrix.cost for matrix in exchange.matrices], exchange.owners, made
+    taken: dict[str, Tensor] = {}
+    exchange.run(tensors.__getitem__, lambda x, _: (x + 1, None), taken.__setitem__)
+    made = taken.keys() == tensors.keys() and all(bool((x == float(name) + 1).all()) for name, x in taken.items())
+    return [matrix.cost for matrix in exchange.assignment.matrices], exchange.assignment.owners, made
 
 
 def test_work_is_shared_though_one_rank_has_it_all(workers: Pools) -> None:

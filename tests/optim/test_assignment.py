@@ -1,0 +1,113 @@
+"""Who works on which matrix: every matrix once, work even, experts at home, ranks agreed on every message."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equigrad.optim import assignment
+from equigrad.optim.assignment import Assignment, Part, Traffic
+from equigrad.parallel.placement import Placement, whole
+
+HIDDEN, INNER = 2048, 768
+
+
+def sharded(shapes: dict[str, tuple[int, ...]], ranks: int, copies: int = 1) -> list[dict[str, Placement]]:
+    """Cut along the first dimension over ``ranks``, the whole of it ``copies`` times."""
+    return [
+        {name: whole(name, s, copy).part(0, s[0], ranks, rank) for name, s in shapes.items()}
+        for copy, rank in product(range(copies), range(ranks))
+    ]
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> list[dict[str, Placement]]:
+    sizes = st.integers(1, 9)
+    matrices = st.tuples(sizes, sizes)
+    stacks = st.tuples(st.integers(1, 12), sizes, sizes)
+    shapes = draw(st.dictionaries(st.sampled_from("abcdef"), st.one_of(matrices, stacks), min_size=1))
+    return sharded(shapes, draw(st.integers(1, 5)), draw(st.integers(1, 2)))
+
+
+@given(placements())
+@settings(deadline=None, max_examples=60)
+def test_each_matrix_is_worked_on_once_and_each_entry_comes_from_one_and_goes_to_all(
+    everyone: list[dict[str, Placement]],
+) -> None:
+    found = Assignment(everyone)
+    assert sorted(number for wave in found.waves for number in wave) == list(range(len(found.matrices)))
+    ranks = range(len(everyone))
+    of_ranks = [found.of(rank) for rank in ranks]
+    arrived, returned = Counter[int](), Counter[tuple[int, str]]()
+    for waves in zip(*of_ranks, strict=True):
+        for there in (True, False):
+            ways: list[Traffic] = [wave.there if there else wave.back for wave in waves]
+            assert len({way.busy for way in ways}) == 1
+            assert ways[0].busy == any(any(way.sent) for way in ways)
+            for a, b in product(ranks, ranks):
+                sizes = [[size(part) for part in parts] for parts in (ways[a].sent[b], ways[b].taken[a])]
+                assert sizes[0] == sizes[1]  # both mean the same message
+            for rank, way in enumerate(ways):
+                for part in (*way.stay, *(part for parts in way.taken for part in parts)):
+                    (arrived if there else returned)[rank if there else (rank, part.name)] += size(part)
+        for rank, wave in enumerate(waves):
+            assert sum(k * m * n for k, m, n in wave.stacks) == arrived.pop(rank, 0)
+    held = {(rank, n): at.numel for rank, of in enumerate(everyone) for n, at in of.items() if at.numel}
+    assert dict(returned) == held
+    for waves in of_ranks:
+        assert sorted(n for wave in waves for n in wave.first) == sorted(n for w in waves for n in w.last)
+    loads = [sum(m.cost for m, o in zip(found.matrices, found.owners, strict=True) if o == rank) for rank in ranks]
+    assert max(loads) <= sum(loads) / len(loads) + max(matrix.cost for matrix in found.matrices)
+
+
+def size(part: Part) -> int:
+    """Entries."""
+    rows, columns = part.rows.stop - part.rows.start, part.columns.stop - part.columns.start
+    return (part.held.stop - part.held.start) * rows * columns
+
+
+def test_experts_stay_at_home_though_others_are_costlier_and_travel_as_stacks() -> None:
+    """Thirty-two ranks with four experts each, and dense matrices of which everyone has some rows."""
+    experts = {f"{layer}.experts": (128, INNER, HIDDEN) for layer in range(4)}
+    dense = {f"{layer}.dense": (4 * HIDDEN, HIDDEN) for layer in range(8)}
+    everyone = sharded(experts | dense, 32)
+    found = Assignment(everyone)
+    for matrix, owner in zip(found.matrices, found.owners, strict=True):
+        if matrix.name in experts:
+            assert matrix.member in range(owner * 4, owner * 4 + 4)
+    for wave in found.of(5):
+        moved = [
+            part for way in (wave.there, wave.back) for of in (way.sent, way.taken) for parts in of for part in parts
+        ]
+        assert not any(part.name in experts for part in moved)
+        stays = [part.name for part in wave.there.stay if part.name in experts]
+        assert len(stays) == len(set(stays))
+
+
+def test_a_large_model_is_planned_in_moments_and_its_messages_are_few() -> None:
+    """16,384 matrices of experts on 64 ranks, cut so that nobody has one whole: the plan of a rank names runs."""
+    experts = {f"{layer}.experts": (256, 32, 64) for layer in range(64)}
+    everyone = [
+        {n: whole(n, s).part(1, s[1], 4, rank % 4).part(0, s[0], 16, rank // 4) for n, s in experts.items()}
+        for rank in range(64)
+    ]
+    found = Assignment(everyone)
+    counts = Counter(found.owners)
+    assert max(counts.values()) == min(counts.values()) == 256
+    for number, owner in enumerate(found.owners):
+        assert owner // 4 == found.matrices[number].member // 16  # among those that have a part of it
+    moved = [part for wave in found.of(7) for parts in wave.there.taken for part in parts]
+    assert sum(size(part) for part in moved) == 256 * 32 * 64 * 3 // 4
+
+
+def test_waves_have_no_more_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "WAVE_ENTRIES", 1000)
+    shapes = {f"{n}": (10, 10 + n % 3) for n in range(60)}
+    for ranks in (1, 3):
+        found = Assignment(sharded(shapes, ranks))
+        for rank in range(ranks):
+            waves = found.of(rank)
+            assert len(waves) >= 60 * 110 // ranks // 1000
+            assert max(sum(k * m * n for k, m, n in wave.stacks) for wave in waves) <= 1000 + 120
