@@ -1,14 +1,20 @@
 """The memory estimate of a dry run against what a step allocates."""
 
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from equigrad.config import Job
+from equigrad.memory import estimate as guesses
 from equigrad.memory.estimate import estimate
 from equigrad.numerics.row import Row
+from equigrad.optim import assignment, exchange
+from equigrad.parallel.placement import Placed
 from equigrad.trainer import Trainer
 from tests.jobs import make_trainer, tiny_job
 
@@ -96,6 +102,34 @@ def test_what_is_divided_is_a_part_on_each_rank(workers: Any, tmp_path: Path, la
     assert guess.parameters > parameters if sharded else guess.parameters == pytest.approx(parameters, rel=0.01)
     if activations:
         assert guess.activations + guess.logits == pytest.approx(activations, rel=0.2)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that is allocated at one time and was not before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    found = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes), default=0)
+
+
+@pytest.mark.parametrize("numerics", ["native", "exact"])
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+def test_the_memory_of_an_update_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: Any, numerics: Any
+) -> None:
+    """Of matrices that take several waves; activations are few."""
+    for module, entries in ((assignment, 1 << 15), (guesses, 1 << 15), (exchange, 1 << 13)):
+        monkeypatch.setattr(module, "_AT_ONCE" if module is exchange else "WAVE_ENTRIES", entries)
+    job = tiny_job(model__hidden_size=64, model__intermediate_size=160, model__num_hidden_layers=4,
+                   batch__row_tokens=48, memory__recompute="block", model__experts=experts, optim__name="muon",
+                   numerics__kind=numerics)  # fmt: skip
+    trainer = make_trainer(job, tmp_path)
+    gradients = {name: Placed(p.placement, p.tensor.clone()) for name, p in trainer.parameters.items()}
+    measured = peak_bytes(lambda: trainer.optimizer.step(gradients, 0.1))
+    guess = estimate(job)
+    assert guess.activations + guess.logits + guess.working == pytest.approx(measured, rel=0.3)
 
 
 def test_a_pipeline_holds_several_rows() -> None:

@@ -64,7 +64,8 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
     activations = max(_activations(job, part, rows) for part in parts)
     logits = _logits(job, rows) if parts[-1].last else 0
     # When the update is made, the activations are gone.
-    update = _orthogonal(job, {n: s for n, s in own.items() if s.trained and s.is_matrix}) - activations - logits
+    matrices = {n: s for n, s in own.items() if s.trained and s.is_matrix}
+    update = _orthogonal(job, matrices, kept) - activations - logits
     return Estimate(
         parameters=wide * (sum(kept.values()) + gathered),
         gradients=wide * sum(gradients[n] for n in trained),
@@ -81,19 +82,21 @@ def _moments(optim: Optim, spec: Spec) -> int:
     return 2 if two else 1
 
 
-def _orthogonal(job: Job, matrices: Mapping[str, Spec]) -> int:
-    """What it takes to make matrices of a stage orthogonal (``optim.exchange``)."""
+def _orthogonal(job: Job, matrices: Mapping[str, Spec], kept: Mapping[str, int]) -> int:
+    """What it takes to make a stage's matrices, of each of which a rank has so many entries, orthogonal: what
+    ``optim.exchange`` has in memory at one time."""
     if not job.optim.orthogonal or not matrices:
         return 0
-    layout, exact = job.layout, job.numerics.kind == "exact"
-    ranks = layout.world_size // layout.pp
+    exact, ranks = job.numerics.kind == "exact", job.layout.world_size // job.layout.pp
+    size = 2 if job.numerics.dtype == "bfloat16" and not exact else 4
     largest = max(s.shape[-2] * s.shape[-1] for s in matrices.values())
     of_rank = -(-sum(s.numel for s in matrices.values()) // ranks)
-    wave = min(of_rank, WAVE_ENTRIES) + (largest if ranks > 1 else 0)
-    at_once = max(largest, min(wave, WAVE_ENTRIES // 4))
-    size = 2 if job.numerics.dtype == "bfloat16" and not exact else 4
-    # Two waves of matrices and of parts; messages there and back, in and out; then what is made on the way.
-    return 2 * wave * (size + 4) + (4 * wave * size if ranks > 1 else 0) + at_once * (48 if exact else 4 * size)
+    wave = min(of_rank, max(WAVE_ENTRIES, largest))
+    at_once = min(wave, max(WAVE_ENTRIES // 4, largest))
+    # Parts of three waves, whole matrices of two, messages there and back, in and out; and what is made on the way.
+    parts = 4 * max(3 * wave, max(kept[name] for name in matrices))
+    messages = 4 * wave * size if ranks > 1 else 0
+    return parts + 2 * wave * size + messages + at_once * (60 if exact else 5 * size)
 
 
 def _activations(job: Job, part: Part, rows: int) -> int:

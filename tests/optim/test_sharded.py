@@ -115,19 +115,23 @@ def random_part(at: Placement, what: str) -> Placed:
     return Placed(at, values[Box(at.offset, at.local_shape).slices].clone())
 
 
-def drive(layout: Layout, changes: dict[str, Any], rules: Sequence[str]) -> dict[str, Driven]:
+def drive(
+    layout: Layout, changes: dict[str, Any], rules: Sequence[str], matrices: torch.dtype | None = None
+) -> dict[str, Driven]:
     """The optimizer alone, by rule: some steps on float64 parameters where the trainer would have them, from gradients
-    that everyone knows."""
+    that everyone knows. ``matrices``: their type while they are made orthogonal."""
     job = layout_job(layout, **changes)
     world, specs = pool_world(job), parameter_specs(job.model, job.lora)
     at = {n: p.placement for part in build_parts(job, world).values() for n, p in part.placed().items()}
-    return {rule: _driven(job.optim.model_copy(update={"name": rule}), at, specs, world) for rule in rules}
+    return {rule: _driven(job.optim.model_copy(update={"name": rule}), at, specs, world, matrices) for rule in rules}
 
 
-def _driven(config: Optim, at: Mapping[str, Placement], specs: Mapping[str, Spec], world: World) -> Driven:
+def _driven(
+    config: Optim, at: Mapping[str, Placement], specs: Mapping[str, Spec], world: World, matrices: torch.dtype | None
+) -> Driven:
     stage = world.axis("stage")
     parameters = {name: random_part(placement, "parameter") for name, placement in at.items()}
-    arithmetic = Watched(stage.add)
+    arithmetic = Watched(stage.add, matrices)
     optimizer = Optimizer(config, parameters, specs, arithmetic, stage)
     calls, sent, worked = [], [0], [0]
     for step in range(STEPS):
@@ -250,6 +254,20 @@ def test_work_is_shared_though_one_rank_has_it_all(workers: Pools) -> None:
         assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]
         loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(4)]
         assert max(loads) <= sum(costs) / 4 + max(costs)
+
+
+def test_in_bfloat16_a_quarter_of_the_bytes_of_float64_travels(workers: Pools) -> None:
+    """And what is made of matrices is as close as that type goes."""
+    rules = ("muon", "normuon", "meqmuon")
+    alone = drive({}, UNTIED, rules, torch.bfloat16)
+    of_ranks = workers(2).run(drive, {"dp_shard": 2}, UNTIED, rules, torch.bfloat16)
+    for rule in rules:
+        ranks = [found[rule] for found in of_ranks]
+        rows = [w - n for w, n in zip(expected_bytes(ranks, True), expected_bytes(ranks, False), strict=True)]
+        for rank, (found, wide) in enumerate(zip(ranks, expected_bytes(ranks, False), strict=True)):
+            assert found.sent == [wide // 4 + rows[rank] * (rule == "normuon")] * STEPS
+            for name, whole in alone[rule].state.items():
+                assert (found.state[name] - whole).norm() <= 1e-2 * whole.norm(), (rule, name)
 
 
 @pytest.mark.parametrize("odd", ODD)
