@@ -58,7 +58,7 @@ class Arithmetic(Protocol):
     def apply(self, parameter: Tensor, update: Tensor, decay: float, rate: float) -> None:
         """parameter <- decay parameter - rate update."""
 
-    def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
+    def orthogonalize(self, x: Tensor, config: Optim) -> Tensor:
         """x [k, m, n] -> nearly the nearest (semi-)orthogonal matrices."""
 
     def mean_square(self, x: Tensor, dim: int) -> Tensor:
@@ -99,7 +99,7 @@ class Native:
     def apply(self, parameter: Tensor, update: Tensor, decay: float, rate: float) -> None:
         parameter.mul_(decay).add_(update, alpha=-rate)
 
-    def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
+    def orthogonalize(self, x: Tensor, config: Optim) -> Tensor:
         return newton_schulz(x, config)
 
     def mean_square(self, x: Tensor, dim: int) -> Tensor:

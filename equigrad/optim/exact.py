@@ -14,7 +14,7 @@ from equigrad.numerics.exact.grids import fixed, largest, operand_bits, relative
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
 from equigrad.optim.arithmetic import OverRanks, Sums, sums_over_ranks
-from equigrad.optim.newton_schulz import SMALLEST, polynomials
+from equigrad.optim.newton_schulz import SMALLEST_NORM, polynomials
 from equigrad.parallel.placement import Placed
 
 _PIECE = 1 << 20
@@ -165,14 +165,14 @@ class Exact:
         for kept, made in _pieces(parameter, update):
             kept.copy_(_applied(kept, made, decay, rate))
 
-    def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
+    def orthogonalize(self, x: Tensor, config: Optim) -> Tensor:
         """Products of operands on grids: of X and X^T, the contraction is as long as a row; of the others, as long as
         the smaller side."""
         applied, larger = polynomials(config)
         tall, y = x.shape[1] > x.shape[2], x.double()
         y = y.mT.contiguous() if tall else y
         size = sqrt(self.sum_last(self.sum_last(y * y).mT)) * larger
-        y = y / size.clamp(min=SMALLEST)
+        y = y / size.clamp(min=SMALLEST_NORM)
         for a, b, c in applied:
             squares = _product(y, y.mT)
             y = y * a + _product(squares * b + _product(squares, squares) * c, y)

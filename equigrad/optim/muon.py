@@ -57,7 +57,7 @@ class Muon(Momentum):
         return of.mixed(buffer, gradient, keep, 1.0) if self.config.nesterov else buffer.clone()
 
     def _made(self, x: Tensor, rows: Tensor | None) -> Stack:
-        return self._finished(self._arithmetic.orthogonal(x, self.config), rows)
+        return self._finished(self._arithmetic.orthogonalize(x, self.config), rows)
 
     def _finished(self, x: Tensor, rows: Tensor | None) -> Stack:
         """What becomes of orthogonal matrices, and of the numbers of their rows."""

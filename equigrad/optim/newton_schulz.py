@@ -19,7 +19,7 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
 )
 """Each the best one for what the ones before have left (Amsel et al., arXiv 2505.16932), made for norms that are 2 %
 too large; the last is repeated."""
-SMALLEST = 1e-7
+SMALLEST_NORM = 1e-7
 """A norm below this counts as this: a matrix of zeros stays one."""
 
 
@@ -36,7 +36,7 @@ def newton_schulz(x: Tensor, config: Optim) -> Tensor:
     applied, larger = polynomials(config)
     tall = x.shape[1] > x.shape[2]
     y = x.mT.contiguous() if tall else x  # products of the smaller side
-    y = y / (y.norm(dim=(1, 2), keepdim=True) * larger).clamp(min=SMALLEST)
+    y = y / (y.norm(dim=(1, 2), keepdim=True) * larger).clamp(min=SMALLEST_NORM)
     for a, b, c in applied:
         squares = torch.bmm(y, y.mT)
         y = torch.baddbmm(y, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), y, beta=a)

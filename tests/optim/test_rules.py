@@ -316,7 +316,7 @@ def test_orthogonalised_matrices_keep_their_singular_vectors_and_have_values_nea
     u, _, vh = torch.linalg.svd(torch.randn(5, *shape, generator=random, dtype=torch.float64), full_matrices=False)
     values = torch.rand(5, 1, min(shape), generator=random, dtype=torch.float64) * 9.5 + 0.5
     dtype = arithmetic.moment_dtype or torch.float64
-    made = arithmetic.orthogonal((u * values @ vh).to(dtype), Optim(newton_schulz=polynomials)).double()
+    made = arithmetic.orthogonalize((u * values @ vh).to(dtype), Optim(newton_schulz=polynomials)).double()
     found = torch.linalg.svd(made, full_matrices=False)
     assert found.S.min() > 0.6
     assert found.S.max() < 1.3

@@ -87,9 +87,9 @@ class Watched(Native):
 
     worked = 0
 
-    def orthogonal(self, x: Tensor, config: Optim) -> Tensor:
+    def orthogonalize(self, x: Tensor, config: Optim) -> Tensor:
         self.worked += len(x)
-        return super().orthogonal(x, config)
+        return super().orthogonalize(x, config)
 
 
 class Driven(NamedTuple):
