@@ -20,7 +20,7 @@ LEVELS: list[set[str]] = [
     {"__main__"},
     {"cli"},
     {"commands"},
-    {"audit"},
+    {"audit", "rl"},
     {"prepare"},
     {"trainer"},
     {"build", "evaluation", "execution", "resolve", "rows", "run"},
@@ -49,6 +49,7 @@ TORCH_FREE = [
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
+    *(f"rl.tasks.{file.stem}" for file in FILES if file.parent.name == "tasks" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip
 OPTIONAL = {
@@ -59,6 +60,7 @@ OPTIONAL = {
     "datasets",
     "pyarrow",
     "ray",
+    "reasoning_gym",
     "vllm",
     "triton",
     "flash_attn",

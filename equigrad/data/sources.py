@@ -109,6 +109,12 @@ def documents(source: Source) -> Iterator[Document]:
         raise UserError(f"{source.path} holds no documents")
 
 
+def json_records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the ``.jsonl`` and ``.jsonl.gz`` files that a path or glob names, each with its file and line."""
+    for file in _files(path):
+        yield from _read_jsonl_gz(file) if file.name.endswith(".gz") else _read_jsonl(file)
+
+
 def fingerprint(source: Source) -> list[Any]:
     """What changes when the documents change, as plain values: file names, sizes and times, or a content hash."""
     how = [source.path, source.format, source.text_key]
