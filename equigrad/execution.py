@@ -24,6 +24,7 @@ from equigrad.numerics.routing import Loads
 from equigrad.numerics.row import Row
 from equigrad.objectives.language_model import language_model
 from equigrad.objectives.load_balance import load_balance
+from equigrad.objectives.objective import LanguageModel, Objective
 from equigrad.parallel.pipeline import Hidden, run_pipeline
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
@@ -32,8 +33,8 @@ from equigrad.schedule.division import pipeline_order
 from equigrad.schedule.packing import Schedule
 from equigrad.schedule.pipeline import programs
 
-Term = Callable[[Tensor, Ops], Tensor]
-"""Losses of a row's tokens -> what is added up over rows, a scalar."""
+Term = Callable[[Tensor, Mapping[str, Tensor], Ops], tuple[Tensor, Tensor | None]]
+"""Losses of a row's tokens, and what is known of them -> what is added up over rows: a scalar, and further numbers."""
 BalanceTerm = Callable[[Loads], Tensor | None]
 
 _MOST_NATS = 32
@@ -47,28 +48,39 @@ class Outcome:
     loss:    sum of the losses, each over the normaliser, where this rank computes and counts them, else 0
     further: sum of the losses of multi-token prediction, the mean over its modules, where ``loss`` is counted
     tokens:  tokens that it computed, counted once
+    sums:    what the objective tells besides, where ``loss`` is counted
     """
 
     loss: float
     further: float
     tokens: int
+    sums: tuple[float, ...] = ()
 
 
 class Execution:
     """
-    parts:   this rank's, by their numbers among all parts of the model
-    balance: takes up how the routers spread the tokens; not needed where nothing is trained
+    parts:     this rank's, by their numbers among all parts of the model
+    balance:   takes up how the routers spread the tokens; not needed where nothing is trained
+    objective: what training minimises
     """
 
-    def __init__(self, job: Job, world: World, parts: Mapping[int, Decoder], balance: Balance | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        parts: Mapping[int, Decoder],
+        balance: Balance | None = None,
+        objective: Objective | None = None,
+    ) -> None:
         self._job, self._world, self._parts, self._balance = job, world, parts, balance
+        self._objective = objective or LanguageModel()
         self._pipeline = world.axis("pp")
 
     def train(self, stream: Stream, batch: Batch, schedule: Schedule) -> Outcome:
         """Accumulate the gradients of this lane's rows in the parameters."""
         model, layout = self._job.model, self._job.layout
-        rows = list(self._rows(stream, batch.samples, schedule, model.mtp_layers))
-        work = _Work(rows, partial(language_model, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
+        rows = list(self._rows(stream, batch.samples, schedule, model.mtp_layers, self._objective.streams))
+        work = _Work(rows, partial(self._objective, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
         if model.mtp_layers:
             depths = range(1, model.mtp_layers + 1)
             work.counts = [further_loss_tokens(stream, batch.samples, depth) for depth in depths]
@@ -81,7 +93,7 @@ class Execution:
             loss = work.forward(part, None, number)
             loss.backward()
             losses.append(loss.detach())
-        return self._outcome(losses, work.further, work.tokens)
+        return self._outcome(losses, work)
 
     def _balance_term(self, tokens: int) -> "BalanceTerm | None":
         """The load-balancing term of a row's loads, its coefficient applied; None where there is none."""
@@ -105,17 +117,23 @@ class Execution:
         rows = self._rows(stream, samples, schedule)
         if self._pipeline.size > 1:
             return self._piped(_Work(list(rows), _total, None), schedule, backward=False)
-        losses, tokens, (model,) = [], 0, self._parts.values()
+        losses, work, (model,) = [], _Work([], _total, None), self._parts.values()
         for row in rows:  # made one by one, for a held-out set may be large
-            losses.append(_Work([row], _total, None).forward(model, None, 0))
-            tokens += len(row.ids)
-        return self._outcome(losses, [], tokens)
+            one = _Work([row], _total, None)
+            losses.append(one.forward(model, None, 0))
+            work.tokens += one.tokens
+        return self._outcome(losses, work)
 
     def _rows(
-        self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule, further: int = 0
+        self,
+        stream: Stream,
+        samples: Sequence[SampleRef],
+        schedule: Schedule,
+        further: int = 0,
+        known: Sequence[str] = (),
     ) -> Iterator[RowTensors]:
         for row in schedule.lane(self._world.lane):
-            yield row_tensors(stream, [samples[i] for i in row], self._world, further)
+            yield row_tensors(stream, [samples[i] for i in row], self._world, further, known)
 
     def _piped(self, work: "_Work", schedule: Schedule, *, backward: bool) -> Outcome:
         program = programs(*pipeline_order(self._job.layout, schedule, backward))[self._pipeline.rank]
@@ -123,12 +141,15 @@ class Execution:
         hidden = Hidden(lambda _, row: (rows[row].row.residual_tokens, width), torch.float32, self._world.device)
         stages = {number: _Stage(part, work) for number, part in self._parts.items()}
         losses = run_pipeline(program, stages, hidden, DeferredWeightGradients, self._pipeline.group)
-        return self._outcome([losses[number] for number in sorted(losses)], work.further, work.tokens)
+        return self._outcome([losses[number] for number in sorted(losses)], work)
 
-    def _outcome(self, losses: Sequence[Tensor], further: Sequence[Tensor], tokens: int) -> Outcome:
+    def _outcome(self, losses: Sequence[Tensor], work: "_Work") -> Outcome:
+        count = len(self._objective.sums)
         if self._world.axis("tp").rank > 0:  # all tensor ranks have the same
-            return Outcome(0.0, 0.0, 0)
-        return Outcome(_added(losses), _added(further), tokens if self._pipeline.rank == 0 else 0)
+            return Outcome(0.0, 0.0, 0, (0.0,) * count)
+        sums = torch.stack(work.sums).sum(0).tolist() if work.sums else [0.0] * count
+        tokens = work.tokens if self._pipeline.rank == 0 else 0
+        return Outcome(_added(losses), _added(work.further), tokens, tuple(sums))
 
 
 def _added(values: Sequence[Tensor]) -> float:
@@ -136,13 +157,15 @@ def _added(values: Sequence[Tensor]) -> float:
     return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
 
 
-def _total(losses: Tensor, ops: Ops) -> Tensor:
-    return ops.total(losses, _MOST_NATS)
+def _total(losses: Tensor, known: Mapping[str, Tensor], ops: Ops) -> tuple[Tensor, None]:
+    return ops.total(losses, _MOST_NATS), None
 
 
 class _Work:
     """What is to be computed of some rows, and the further terms of the loss that came of it.
 
+    tokens:      this rank's, of all rows
+    sums:        what the objective tells of each row besides
     further:     losses of multi-token prediction, one for each row, the mean over the modules
     counts:      the normaliser of each module
     coefficient: what their mean is multiplied by
@@ -150,14 +173,11 @@ class _Work:
 
     def __init__(self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None") -> None:
         self.rows, self._term, self._balance_term = rows, term, balance_term
+        self.tokens = sum(len(row.ids) for row in self.rows)
+        self.sums: list[Tensor] = []
         self.further: list[Tensor] = []
         self.counts: list[int] = []
         self.coefficient = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """This rank's, of all rows."""
-        return sum(len(row.ids) for row in self.rows)
 
     def forward(self, part: Decoder, x: Tensor | None, number: int) -> Tensor:
         """One row through one part: the residual stream that leaves it, or the row's term of the loss."""
@@ -165,7 +185,9 @@ class _Work:
         y = part(row.ids, row.row, row.labels, row.at, x, loads, row.ahead)
         if part.part.last:
             own, *further = y if row.ahead else (y,)
-            y = self._term(own, part.ops)
+            y, sums = self._term(own, row.known, part.ops)
+            if sums is not None:
+                self.sums.append(sums)
             if further:
                 # No label at all is so far ahead: then none is counted, and the sum over none is zero.
                 modules = len(further)

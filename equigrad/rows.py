@@ -1,7 +1,7 @@
 """From a schedule's rows to tensors on the device. Both training and evaluation feed the model through here."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ class RowTensors:
     labels: [n] int64, those of them that are in the loss
     at:     [n] int64, the own tokens that predict them; None where that is all
     ahead:  for each module for multi-token prediction
+    known:  by name, what is known of the labels, [n] float64
     """
 
     row: Row
@@ -31,6 +32,7 @@ class RowTensors:
     labels: Tensor
     at: Tensor | None
     ahead: tuple[Ahead, ...] = ()
+    known: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def further_loss_tokens(stream: Stream, samples: Sequence[SampleRef], depth: int) -> int:
@@ -40,15 +42,17 @@ def further_loss_tokens(stream: Stream, samples: Sequence[SampleRef], depth: int
     return whole + sum(int(stream.read(s).loss[depth:].sum()) for s in samples if s.loss_tokens != s.length)
 
 
-def row_tensors(stream: Stream, samples: Sequence[SampleRef], world: World, further: int = 0) -> RowTensors:
+def row_tensors(
+    stream: Stream, samples: Sequence[SampleRef], world: World, further: int = 0, known: Sequence[str] = ()
+) -> RowTensors:
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty. ``further``: for so
-    many modules for multi-token prediction."""
+    many modules for multi-token prediction; ``known``: streams that an objective reads."""
     read, context = [_with_further(stream.read(ref), further) for ref in samples], world.axis("cp")
     partition = Partition.of_row(sum(map(len, read)), context.size, world.layout.zigzag)
-    return to_tensors(micro_batch(read, partition, context.rank), world, further)
+    return to_tensors(micro_batch(read, partition, context.rank), world, further, known)
 
 
-def to_tensors(part: MicroBatch, world: World, further: int = 0) -> RowTensors:
+def to_tensors(part: MicroBatch, world: World, further: int = 0, known: Sequence[str] = ()) -> RowTensors:
     """What this rank was given of a row, on its device."""
     device, layout = world.device, world.layout
     axes = world.axis("cp"), world.axis("tp"), world.axis("ep")
@@ -58,15 +62,18 @@ def to_tensors(part: MicroBatch, world: World, further: int = 0) -> RowTensors:
         return torch.from_numpy(part.streams.get(name, np.zeros(0, np.int64)))
 
     ids, labels, loss = own("ids"), own("labels"), own("loss")
+    streams = {name: own(name).double() for name in known}
     at, ahead = None, []
     if not bool(loss.all()):
         at = loss.bool().nonzero().squeeze(1)
-        labels, at = labels[at], at.to(device)
+        labels, streams = labels[at], {name: stream[at] for name, stream in streams.items()}
+        at = at.to(device)
     for depth in range(1, further + 1):
         where = own(f"loss+{depth}").bool().nonzero().squeeze(1)
         targets = own(f"labels+{depth}")[where]
         ahead.append(Ahead(own(f"ids+{depth}").to(device), targets.to(device), where.to(device)))
-    return RowTensors(row, ids.to(device), labels.to(device), at, tuple(ahead))
+    streams = {name: stream.to(device) for name, stream in streams.items()}
+    return RowTensors(row, ids.to(device), labels.to(device), at, tuple(ahead), streams)
 
 
 def _with_further(sample: Sample, depth: int) -> Sample:

@@ -21,6 +21,7 @@ from equigrad.models.parts import EMBEDDING
 from equigrad.models.specs import parameter_specs
 from equigrad.numerics.exact.channels import Grids
 from equigrad.numerics.ops import COMPUTE_DTYPES
+from equigrad.objectives.objective import LanguageModel, Objective
 from equigrad.observe.profile import StepProfiler
 from equigrad.optim.arithmetic import Arithmetic, Native
 from equigrad.optim.exact import Exact, exact_norm
@@ -42,13 +43,17 @@ _MOST_PASSES = 4
 class Trainer:
     """One run on this rank. Its whole state: parameters, optimizer, loads, grids, data cursor, counters, generators."""
 
-    def __init__(self, job: Job, folder: Path, world: World, stream: Stream) -> None:
+    def __init__(
+        self, job: Job, folder: Path, world: World, stream: Stream, objective: Objective | None = None
+    ) -> None:
+        """``objective``: what is minimised; by default the cross-entropy of the tokens in the loss."""
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
+        self.objective = objective or LanguageModel()
         self.parts = build_parts(job, world)
         self.specs = parameter_specs(job.model, job.lora)
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}
         self.balance = Balance(job.model, self.parameters, world.device, world.rank)
-        self.execution = Execution(job, world, self.parts, self.balance)
+        self.execution = Execution(job, world, self.parts, self.balance, self.objective)
         self.grids: Grids | None = next(iter(self.parts.values())).grids
         self.redone = 0
         """How many steps were done once more since this process began, because a value had left its grid."""
@@ -123,8 +128,8 @@ class Trainer:
         self._agree(batch, schedule)
         own, gradients, counts, probability = self._forward_and_backward(batch, schedule)
         norm = self.norm(gradients)
-        figures = [own.loss, own.further, float(own.tokens), float(stop.asked)]
-        loss, further, executed, asked = world.sum(figures)
+        figures = [own.loss, own.further, float(own.tokens), float(stop.asked), *own.sums]
+        loss, further, executed, asked, *sums = world.sum(figures)
         balance = self.balance.term(probability, batch.tokens)
         lr = learning_rate(job.optim, self.step, job.train.steps)
         self._apply(gradients, loss, norm, lr, counts)
@@ -133,6 +138,7 @@ class Trainer:
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
+        record |= zip(self.objective.sums, sums, strict=True)
         if job.optim.orthogonal:
             record["optimizer_seconds"], record["optimizer_bytes"] = self._update_cost
         if job.model.mtp_layers:

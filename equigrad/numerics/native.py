@@ -167,6 +167,9 @@ class NativeOps:
     def total(self, terms: Tensor, most: int) -> Tensor:
         return terms.sum(dtype=torch.float64)
 
+    def exp(self, x: Tensor) -> Tensor:
+        return x.exp()
+
     def power(self, base: Tensor, exponent: Tensor) -> Tensor:
         return base**exponent
 

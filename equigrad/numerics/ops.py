@@ -267,6 +267,10 @@ class Ops(Protocol):
         """The sum of ``terms``, a scalar; that of all ranks' terms is below 2^most."""
         ...
 
+    def exp(self, x: Tensor) -> Tensor:
+        """e to the ``x``, float64."""
+        ...
+
     def power(self, base: Tensor, exponent: Tensor) -> Tensor:
         """Positive ``base`` to the ``exponent``, float32."""
         ...

@@ -47,8 +47,8 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, most: flo
 
 
 def weighted(ratio: Tensor, logprob: Tensor, advantage: Tensor, low: float, high: float) -> TokenLoss:
-    """-clip(r, 1 - low, 1 + high) A log p, the ratio a constant: CISPO, MiniMax, arXiv 2506.13585, section 3.1. No token
-    loses its gradient."""
+    """-clip(r, 1 - low, 1 + high) A log p, the ratio a constant: CISPO, MiniMax, arXiv 2506.13585, section 3.1. No
+    token loses its gradient."""
     weight = ratio.clamp(1 - low, 1 + high) * advantage
     return TokenLoss(-weight * logprob, -weight)
 

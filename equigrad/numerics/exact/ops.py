@@ -163,6 +163,9 @@ class ExactOps:
     def total(self, terms: Tensor, most: int) -> Tensor:
         return _Total.apply(terms, MANTISSA - most)
 
+    def exp(self, x: Tensor) -> Tensor:
+        return exp(x)
+
     def power(self, base: Tensor, exponent: Tensor) -> Tensor:
         return exp(exponent.double() * log(base.double())).float()
 
