@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from equigrad.config import Job
-from equigrad.data.samples import SampleRef
+from equigrad.data.samples import Reader, Sample, SampleRef
 from equigrad.data.stream import Batch, Stream
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
@@ -26,6 +27,7 @@ from equigrad.objectives.language_model import language_model
 from equigrad.objectives.load_balance import load_balance
 from equigrad.objectives.objective import LanguageModel, Objective
 from equigrad.parallel.pipeline import Hidden, run_pipeline
+from equigrad.parallel.ranks import gather
 from equigrad.parallel.sharding import reduce_gradients
 from equigrad.parallel.world import World
 from equigrad.rows import RowTensors, further_loss_tokens, row_tensors
@@ -37,6 +39,8 @@ Term = Callable[[Tensor, Mapping[str, Tensor], Ops], tuple[Tensor, Tensor | None
 """Losses of a row's tokens, and what is known of them -> what is added up over rows: a scalar, and further numbers."""
 BalanceTerm = Callable[[Loads], Tensor | None]
 
+_NUMBER = "number"
+"""A stream of ``score``: which of all tokens a token is."""
 _MOST_NATS = 32
 """All losses of held-out text are below 2^32 nats."""
 
@@ -124,9 +128,34 @@ class Execution:
             work.tokens += one.tokens
         return self._outcome(losses, work)
 
+    @torch.no_grad()
+    def score(self, stream: Reader, samples: Sequence[SampleRef], schedule: Schedule) -> list[np.ndarray]:
+        """Of each sample, the log-probability of each of its labels, float32 [length]; NaN where that is not in the
+        loss. On every rank; a collective."""
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+
+        def kept(losses: Tensor, known: Mapping[str, Tensor], ops: Ops) -> tuple[Tensor, None]:
+            found.append((known[_NUMBER].long().cpu().numpy(), losses.cpu().numpy()))
+            return _total(losses, known, ops)
+
+        starts = np.cumsum([0, *(sample.length for sample in samples)]).tolist()
+        numbered = _Numbered(stream, dict(zip(samples, starts, strict=False)))
+        work = _Work(list(self._rows(numbered, samples, schedule, known=(_NUMBER,))), kept, None)
+        if self._pipeline.size > 1:
+            self._piped(work, schedule, backward=False)
+        else:
+            for number in range(len(work.rows)):
+                work.forward(self._parts[0], None, number)
+        whole = np.full(starts[-1], np.nan, np.float32)
+        own = found if self._world.axis("tp").rank == 0 else []  # all tensor ranks have the same
+        for of_rank in gather(own):
+            for numbers, losses in of_rank:
+                whole[numbers] = 0.0 - losses
+        return np.split(whole, starts[1:-1])
+
     def _rows(
         self,
-        stream: Stream,
+        stream: Reader,
         samples: Sequence[SampleRef],
         schedule: Schedule,
         further: int = 0,
@@ -155,6 +184,17 @@ class Execution:
 def _added(values: Sequence[Tensor]) -> float:
     """Their sum in float64."""
     return float(torch.stack([value.double() for value in values]).sum()) if values else 0.0
+
+
+class _Numbered:
+    """A reader whose tokens know which of all tokens they are. ``starts``: of each sample, the number of its first."""
+
+    def __init__(self, reader: Reader, starts: Mapping[SampleRef, int]) -> None:
+        self._reader, self._starts = reader, starts
+
+    def read(self, ref: SampleRef) -> Sample:
+        sample = self._reader.read(ref)
+        return Sample({**sample.streams, _NUMBER: self._starts[ref] + np.arange(len(sample))})
 
 
 def _total(losses: Tensor, known: Mapping[str, Tensor], ops: Ops) -> tuple[Tensor, None]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from equigrad.data.microbatch import MicroBatch, micro_batch
-from equigrad.data.samples import Sample, SampleRef
-from equigrad.data.stream import Stream
+from equigrad.data.samples import Reader, Sample, SampleRef
 from equigrad.models.decoder import Ahead
 from equigrad.numerics.row import Row
 from equigrad.parallel.partition import Partition
@@ -35,7 +34,7 @@ class RowTensors:
     known: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def further_loss_tokens(stream: Stream, samples: Sequence[SampleRef], depth: int) -> int:
+def further_loss_tokens(stream: Reader, samples: Sequence[SampleRef], depth: int) -> int:
     """How many labels of the samples are ``depth`` places further than some token of theirs: the normaliser of what a
     module for multi-token prediction has to say of them."""
     whole = sum(max(s.length - depth, 0) for s in samples if s.loss_tokens == s.length)
@@ -43,7 +42,7 @@ def further_loss_tokens(stream: Stream, samples: Sequence[SampleRef], depth: int
 
 
 def row_tensors(
-    stream: Stream, samples: Sequence[SampleRef], world: World, further: int = 0, known: Sequence[str] = ()
+    stream: Reader, samples: Sequence[SampleRef], world: World, further: int = 0, known: Sequence[str] = ()
 ) -> RowTensors:
     """Read the samples of one row, and keep what is this rank's; without samples the row is empty. ``further``: for so
     many modules for multi-token prediction; ``known``: streams that an objective reads."""

@@ -5,9 +5,11 @@ no code comes from there, and what it might have left in a cache of tokenised te
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,8 @@ from equigrad.audit.trajectory import (
     Contradiction,
     Line,
     Unverifiable,
+    changes,
+    check_lasting,
     check_settings,
     compare,
     difference,
@@ -52,6 +56,7 @@ class Plan:
     base:       the step to start from: of ``checkpoint``, or the run's first, whose state comes from the seed
     job:        of ``job.toml``
     segments:   settings, and the last step for which they hold; one after another
+    changed:    steps after which settings changed, and which
     others:     versions of equigrad that made the run and are not this one
     """
 
@@ -61,6 +66,7 @@ class Plan:
     checkpoint: Path | None
     job: Job
     segments: tuple[tuple[dict[str, Any], int], ...]
+    changed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     others: tuple[str, ...] = ()
 
     def jobs(self, layout: dict[str, Any]) -> list[Job]:
@@ -111,8 +117,20 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     if run.job_file.exists() and not run.job_file.is_file():  # a pipe would never end
         raise Unverifiable(f"{run.job_file.name} is not a file")
     job, others = run.job(), tuple(sorted(versions - {__version__}))
+    for (_, before), (step, after) in pairwise(jobs):
+        check_lasting(before, after, step)
     with _as_others_do(others):
-        check_settings(job, jobs[-1][1])
+        try:
+            check_settings(job, jobs[-1][1])
+        except Contradiction as error:
+            if later:  # it went on without a trajectory, and may have done so with other settings
+                raise Unverifiable(
+                    f"{error.field}: {later[0]} is of a step that the trajectory does not tell of"
+                ) from None
+            # A run that was killed between the two has told of settings under which it has done nothing.
+            if len(jobs) == 1 or jobs[-1][0] != end:
+                raise
+            check_settings(job, jobs[-2][1])
     if remote := [s.path for s in (*job.data.sources, *job.data.held_out_sources) if s.path.startswith("hf:")]:
         raise Unverifiable(f"{remote[0]} is not opened for a run of others: the library that reads it may run code")
     base, checkpoint = _base(saved, begin, first, digested)
@@ -121,7 +139,9 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     segments = [(settings, stop) for settings, stop in held if stop > base]
     # One that ends where the one before ends holds for no step.
     segments = [s for n, s in enumerate(segments) if not n or s[1] > segments[n - 1][1]]
-    return Plan(run, (first, last), base, checkpoint, job, tuple(segments or [(jobs[0][1], last)]), others)
+    segments = segments or [(jobs[0][1], last)]
+    changed = [(a[1], tuple(changes(a[0], b[0]))) for a, b in pairwise(segments)]
+    return Plan(run, (first, last), base, checkpoint, job, tuple(segments), tuple(changed), others)
 
 
 @contextmanager
@@ -157,6 +177,7 @@ def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
             try:
                 verify(path)
             except UserError as error:
+                _not_of_this_machine(error)
                 raise Contradiction(line["step"], "checkpoint", str(error)) from None
 
 
@@ -181,7 +202,18 @@ def _tensors(path: Path, line: Line) -> Line:
     try:
         return {section: tree_of_files(path, prefix)._asdict() for section, prefix in SECTIONS.items()}
     except Exception as error:  # of what is damaged, anything can be expected
+        _not_of_this_machine(error)
         raise Contradiction(line["step"], _damaged(path, line) or "checkpoint", f"{path.name}: {error}") from None
+
+
+def _not_of_this_machine(error: BaseException | None) -> None:
+    """Raises: Unverifiable where an error tells of the auditor's machine: no room, no right to read, a disk that
+    fails."""
+    while error is not None:
+        no_room = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        if no_room or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
+            raise Unverifiable(f"{type(error).__name__}: {error}") from None
+        error = error.__cause__ or error.__context__
 
 
 def _base(saved: list[Path], begin: int, first: int, digested: set[int]) -> tuple[int, Path | None]:
@@ -207,12 +239,16 @@ def _check_files(path: Path) -> None:
     try:
         manifest = read_manifest(path)
     except UserError as error:
+        _not_of_this_machine(error)
         raise Contradiction(step, "checkpoint", str(error)) from None
-    if manifest.step != step:
-        raise Contradiction(step, "checkpoint", f"{path.name} says that it is of step {manifest.step}")
+    said = manifest.meta.get("step")
+    if (manifest.step, type(said), said) != (step, int, step):
+        raise Contradiction(step, "checkpoint", f"{path.name} says that it is of step {manifest.step}, {said!r}")
     for name in manifest.files:
         if not (path / name).is_file():
             raise Unverifiable(f"{path.name}/{name} is missing")
+        if not os.access(path / name, os.R_OK):
+            raise Unverifiable(f"{path.name}/{name} may not be read by whoever audits")
         if (path / name).resolve().parent != path.resolve():
             raise Contradiction(step, "checkpoint", f"{path.name}/{name} leads out of the checkpoint")
 
@@ -280,6 +316,9 @@ def _start(trainer: Trainer, plan: Plan, line: Line) -> None:
     except (UserError, RuntimeError, KeyError, TypeError, ValueError, AttributeError) as error:
         if checkpoint is None:
             raise
+        if not (checkpoint / MANIFEST).exists():
+            raise Unverifiable(f"{checkpoint.name} was removed meanwhile, as a run does that goes on") from None
+        _not_of_this_machine(error)
         damaged = _damaged(checkpoint, line)
         if damaged is None and isinstance(error, RuntimeError):
             raise

@@ -29,6 +29,7 @@ class Outcome:
     start:       from where steps were done again: {"step": 20, "from": "checkpoint"}
     confirmed:   first and last step whose lines were found again
     tensors:     how many of these lines have digests of tensors
+    changed:     steps after which the run went on with other settings, and which: [[20, ["optim.lr"]]]
     """
 
     verdict: Verdict
@@ -38,6 +39,7 @@ class Outcome:
     start: dict[str, Any] | None = None
     confirmed: tuple[int, int] | None = None
     tensors: int = 0
+    changed: tuple[Any, ...] | list[Any] = ()
 
 
 def subject(folder: Path) -> dict[str, Any] | None:
@@ -110,7 +112,11 @@ def _is_whole(body: dict[str, Any]) -> bool:
         numbers += [run["first"], run["last"]]
         if {*run} != _KNOWN_BY or not run["first"] <= run["last"]:
             return False
-        if body["confirmed"] and not (run["first"] <= first and last <= run["last"]):
+        asked = body["steps"] or [run["first"], run["last"]]
+        start = body["start"]["step"] if body["start"] else run["first"]
+        if body["confirmed"] and not (max(run["first"], start) <= first and last <= min(run["last"], asked[1])):
+            return False
+        if body["tensors"] > last - first + 1:
             return False
     return (
         body["verdict"] in EXIT
@@ -123,7 +129,8 @@ def _is_whole(body: dict[str, Any]) -> bool:
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
     """What reports of one run say together: of which steps how many confirm it, and every contradiction.
 
-    The same report counts once. ``UserError`` for reports of several runs.
+    An audit that did not come to its end confirms nothing here: what it has met may concern what it had done. The same
+    report counts once. ``UserError`` for reports of several runs.
     """
     reports = {body["digest"]: (path, body) for path in paths for body in (read(path),)}
     (origin, first), *rest = reports.values()
@@ -133,7 +140,8 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
         if body["run"] != first["run"]:
             raise UserError(f"{path} is of another run than {origin}, or of another length of it")
     run = first["run"]
-    coverage = _coverage(run["first"], run["last"], [b["confirmed"] for _, b in reports.values() if b["confirmed"]])
+    ended = [body for _, body in reports.values() if body["verdict"] == "confirmed" and body["confirmed"]]
+    coverage = _coverage(run["first"], run["last"], [body["confirmed"] for body in ended])
     contradictions = [
         {"report": digest, **{key: body[key] for key in ("step", "field", "why", "layout")}}
         for digest, (_, body) in reports.items()

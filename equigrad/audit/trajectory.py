@@ -39,6 +39,10 @@ _OWN = {
 }
 _STATE = ("data", *SECTIONS, "progress")
 _OF_A_STEP = ("batch", "loss", "grad_norm")
+_OF_ROLES = ("embedding_lr", "head_lr", "vector_lr")
+_LASTING = ("seed", "model", "lora", "data")
+"""Sections of settings that hold for a whole run."""
+_MAY_CHANGE = {"model": ("mtp_loss_coef",), "experts": ("router_aux_loss_coef",)}
 _LONGEST = 1 << 28
 """Bytes of a line: a million tensors have fewer. Whoever made the file may have left out all line ends."""
 
@@ -85,10 +89,10 @@ def settings(job: Job) -> dict[str, Any]:
     if exact:
         left_out |= {"memory": True, "numerics": {"compile"}, "batch": {"row_tokens", "packing"}}
     found = job.model_dump(mode="json", exclude=left_out)
-    found["optim"]["schedule_steps"] = job.optim.schedule_steps or job.train.steps
+    found["optim"]["schedule_steps"] = job.optim.schedule_steps or max(1, job.train.steps)
     # What the rule does not read decides nothing, nor do rates of roles where they are none of their own.
     unused = set().union(*USES.values()) - USES[job.optim.name] | {"preset"}
-    unused |= {key for key in ("embedding_lr", "head_lr", "vector_lr") if found["optim"][key] == 1.0}
+    unused |= {key for key in _OF_ROLES if found["optim"][key] == 1.0}
     found["optim"] = {key: value for key, value in found["optim"].items() if key not in unused}
     for source in found["data"]["sources"]:  # as it was before sources had one
         if source.get("modality") == "text":
@@ -102,6 +106,7 @@ def job_with(job: Job, wanted: dict[str, Any], layout: dict[str, Any]) -> Job:
     Raises: Contradiction where that has still other settings, as data cannot change within a run.
     """
     tree = job.model_dump(exclude_none=True)
+    tree["optim"] |= dict.fromkeys(_OF_ROLES, 1.0)  # what settings leave out
     for section, values in wanted.items():
         if section in ("seed", "lora"):
             tree[section] = values
@@ -120,6 +125,29 @@ def check_settings(job: Job, wanted: dict[str, Any]) -> None:
     """Raises: Contradiction where the job of ``job.toml`` has other settings."""
     if (where := difference(wanted, settings(job))) is not None:
         raise Contradiction(None, f"job.toml: {'.'.join(where)}", "job.toml is not the job of the trajectory")
+
+
+def check_lasting(before: dict[str, Any], after: dict[str, Any], step: int) -> None:
+    """Raises: Contradiction where a run goes on with settings that no run changes."""
+
+    def lasting(of: dict[str, Any]) -> dict[str, Any]:
+        kept = {section: of.get(section) for section in _LASTING}
+        model = {key: value for key, value in of["model"].items() if key not in _MAY_CHANGE["model"]}
+        if isinstance(model.get("experts"), dict):
+            model["experts"] = {k: v for k, v in model["experts"].items() if k not in _MAY_CHANGE["experts"]}
+        return kept | {"model": model, "numerics": {"kind": of["numerics"]["kind"]}}
+
+    if (where := difference(lasting(before), lasting(after))) is not None:
+        raise Contradiction(step, f"job: {'.'.join(where)}", "a run does not change that on its way")
+
+
+def changes(before: Any, after: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted keys in which settings differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({**before, **after}):
+            yield from changes(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else key)
+    elif before != after:
+        yield prefix
 
 
 def _given(tree: Any) -> Any:

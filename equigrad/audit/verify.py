@@ -146,6 +146,9 @@ def compare_values(one: Case, other: Case, steps: int, dtype: str, native: Case 
         loss, norm = ([float.fromhex(meta[key]) for meta in metas] for key in ("loss", "grad_norm"))
         see("loss", "loss", step, abs(loss[1] - loss[0]) / max(abs(loss[0]), _NOTHING), bounds.loss)
         see("gradient norm", "gradient norm", step, abs(norm[1] - norm[0]) / max(norm[0], _NOTHING), bounds.gradient)
+        if metas[0].get("lr") != metas[1].get("lr"):
+            see("update", "learning rate", step, math.inf, bounds.update)
+            found.detail = "the rates are not the same"
         if copies := metas[1].get("copies"):
             what, detail = _of_copies(copies)
             see("gradient", what, step, math.inf, bounds.gradient)

@@ -134,7 +134,9 @@ def _tried(
             known = isinstance(error, Unverifiable | UserError)
             outcome = Outcome("unverifiable", str(error) if known else f"{type(error).__name__}: {error}")
     if plan is not None:
-        outcome.start = {"step": plan.base, "from": "initial state" if plan.checkpoint is None else "checkpoint"}
+        begun = "initial state" if plan.job.model.weights is None else "imported weights"
+        outcome.start = {"step": plan.base, "from": begun if plan.checkpoint is None else "checkpoint"}
+        outcome.changed = [[step, list(keys)] for step, keys in plan.changed]
     if progress.confirmed:
         outcome.confirmed = progress.confirmed[0], progress.confirmed[-1]
         outcome.tensors = len(progress.tensors)
@@ -162,6 +164,8 @@ def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace
         first, last = outcome.confirmed
         print(f"found again       steps {first}..{last}, {outcome.tensors} of them with their tensors")
         print(f"started from      the {outcome.start['from']} of step {outcome.start['step']}")
+    for step, keys in outcome.changed:
+        print(_shown(f"other settings    after step {step}: {', '.join(keys)}"))
     if arguments.json:
         write_json(Path(arguments.json), report(run.folder, steps, arguments.layout, outcome, str(torch_version)))
     return EXIT[outcome.verdict]

@@ -13,7 +13,7 @@ Worked example: "abcd" as bytes with EOS (256 begins and ends a text) and a cont
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -74,3 +74,9 @@ class Sample:
     def loss(self) -> np.ndarray:
         """Whether each label is in the loss, bool [length]."""
         return self.streams["loss"]
+
+
+class Reader(Protocol):
+    """Whoever has the tokens of samples."""
+
+    def read(self, ref: SampleRef) -> Sample: ...

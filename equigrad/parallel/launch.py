@@ -46,7 +46,7 @@ def launch(workers: int, arguments: Sequence[str], stops: bool = True) -> int:
     stops: whether workers that are asked to stop save and end by themselves. Where they just end, so does whoever
            waits for them: ``KeyboardInterrupt``
     """
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -79,6 +79,10 @@ def launch(workers: int, arguments: Sequence[str], stops: bool = True) -> int:
                 elastic_launch(config, sys.executable)("-m", "equigrad", *arguments)
             except ChildFailedError as error:
                 failures = error.failures
+            except SignalException as error:
+                if not stops:
+                    raise KeyboardInterrupt from None
+                return 128 + int(error.sigval)
             if not stops and (Path(folder) / _STOP).exists():
                 raise KeyboardInterrupt
             if not failures:

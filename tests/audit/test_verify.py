@@ -12,7 +12,7 @@ from tests.jobs import command, tiny_job, write_job
 FAULTS = {
     # Its loss over its own tokens, as if there were no others.
     "a local normaliser": """
-    import equigrad.execution as e
+    import equigrad.objectives.objective as e
     whole = e.language_model
     e.language_model = lambda loss, ops, normaliser: whole(loss, ops, len(loss) or 1)
 """,

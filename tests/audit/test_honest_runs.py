@@ -1,0 +1,124 @@
+"""An audit accuses nobody of what was allowed to happen, nor of the auditor's own troubles; and what changed on the way
+is told."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equigrad.audit import replay
+from equigrad.audit.report import sealed
+from equigrad.run import Run
+from tests.audit.runs import audit, change_manifest, rechained, trajectory, write
+from tests.jobs import inside
+
+FIRST = "first difference  "
+
+
+def go_on(run: Path, *words: str) -> None:
+    inside("train", "--run", run, "--resume", "--train.steps", "8", *words)
+
+
+@pytest.mark.parametrize("key", ["embedding_lr", "vector_lr"])
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.5), (2.0, 1.0)])
+def test_rates_of_roles_may_change_at_a_resume(
+    train: Callable[..., Path], key: str, before: float, after: float
+) -> None:
+    run = train(**{f"optim__{key}": before})
+    go_on(run, f"--optim.{key}", str(after))
+    for steps in ([], ["--steps", "1..2"], ["--steps", "7..8"]):
+        code, told = audit(run, *steps)
+        assert code == 0, told
+    assert f"other settings    after step 6: optim.{key}" in audit(run)[1]
+
+
+def test_a_run_that_goes_on_without_a_trajectory_is_not_accused(copy: Path) -> None:
+    go_on(copy, "--audit.enabled", "false", "--optim.lr", "0.02")
+    for steps in ("0..3", "5..6"):
+        code, told = audit(copy, "--steps", steps)
+        assert code == 3, told
+
+
+def test_a_run_that_was_killed_before_it_wrote_its_job_is_not_accused(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "write_job", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            go_on(copy, "--optim.lr", "0.02")
+    assert trajectory(copy)[-1]["kind"] == "job"
+    assert audit(copy)[0] == 0
+    go_on(copy, "--optim.lr", "0.02")
+    assert audit(copy)[0] == 0
+
+
+def test_a_run_without_a_step_is_confirmed(train: Callable[..., Path]) -> None:
+    assert audit(train(train__steps=0, optim__schedule_steps=None, train__eval_every=0))[0] == 0
+
+
+@pytest.mark.parametrize("when", ["tree_of_files", "verify", "read_manifest"])
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "I/O error"), PermissionError(errno.EACCES, "no")])
+def test_what_the_auditors_machine_cannot_do_proves_nothing(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(replay, when, fails)
+    code, told = audit(copy)
+    assert code == 3, told
+
+
+def test_a_base_that_is_removed_before_it_is_loaded_accuses_nobody(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give = replay.give_state
+
+    def removed(trainer: Any, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            shutil.rmtree(checkpoint)
+        give(trainer, checkpoint)
+
+    monkeypatch.setattr(replay, "give_state", removed)
+    code, told = audit(copy, "--steps", "5..6")
+    assert code == 3, told
+
+
+# What is not allowed to happen
+
+
+@pytest.mark.parametrize("step", [5, 4.0, None])
+def test_a_base_of_another_step_is_found(copy: Path, step: Any) -> None:
+    change_manifest(copy, 4, lambda body: body["meta"].update(step=step))
+    for steps in ("5..6", "6"):
+        code, told = audit(copy, "--steps", steps)
+        assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, checkpoint")
+
+
+@pytest.mark.parametrize(("section", "key"), [("model", "rope_theta"), ("model", "rms_norm_eps"), ("data", "context")])
+def test_what_no_run_changes_cannot_have_changed(copy: Path, section: str, key: str) -> None:
+    """Though each step is what its settings make it."""
+    lines = trajectory(copy)
+    settings = json.loads(json.dumps(lines[0]["settings"]))
+    settings[section][key] = settings[section][key] * 2
+    at = next(n for n, line in enumerate(lines) if line["kind"] == "step" and line["step"] == 5)
+    write(copy, rechained([*lines[:at], lines[0] | {"step": 4, "settings": settings}, *lines[at:]]))
+    code, told = audit(copy)
+    assert (code, told.splitlines()[1]) == (1, f"{FIRST}step 4, job: {section}.{key}")
+
+
+def test_only_audits_that_came_to_their_end_count(copy: Path, tmp_path: Path) -> None:
+    audit(copy, "--json", tmp_path / "whole.json")
+    body = json.loads((tmp_path / "whole.json").read_text())
+    del body["digest"]
+    (tmp_path / "part.json").write_text(json.dumps(sealed(body | {"verdict": "unverifiable"})))
+    assert audit("--merge", tmp_path / "whole.json")[0] == 0
+    assert audit("--merge", tmp_path / "part.json")[0] == 3
+    for strange in ({"steps": [0, 0]}, {"start": {"step": 5, "from": "checkpoint"}}, {"tensors": 99}):
+        (tmp_path / "strange.json").write_text(json.dumps(sealed(body | strange)))
+        assert audit("--merge", tmp_path / "strange.json")[0] == 2
