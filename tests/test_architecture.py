@@ -23,7 +23,7 @@ LEVELS: list[set[str]] = [
     {"audit"},
     {"prepare"},
     {"trainer"},
-    {"build", "evaluation", "execution", "resolve", "rows", "run"},
+    {"build", "evaluation", "execution", "plan", "resolve", "rows", "run"},
     {"data", "schedule", "objectives", "optim", "checkpoint", "observe", "memory"},
     {"models"},
     {"numerics"},
@@ -48,6 +48,7 @@ TORCH_FREE = [
     "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
+    *(f"plan.{file.stem}" for file in FILES if file.parent.name == "plan" and file.stem != "__init__"),
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip
