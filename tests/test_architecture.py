@@ -48,6 +48,7 @@ TORCH_FREE = [
     "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
+    "commands.plan",
     *(f"plan.{file.stem}" for file in FILES if file.parent.name == "plan" and file.stem != "__init__"),
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
