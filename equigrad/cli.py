@@ -19,6 +19,7 @@ COMMANDS = {
     "info": "what is in a run, a checkpoint or a model folder",
     "report": "write a run's report.html again",
     "audit": "do steps of a run again: are they what its trajectory says?",
+    "plan": "the cost model: how far it is from published runs, and where its constants are from",
 }
 
 OVERRIDABLE = ("train", "schedule", "verify", "eval")
@@ -117,6 +118,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import audit
 
         return audit.main(arguments)
+    if command == "plan":
+        from equigrad.commands import plan
+
+        return plan.main(arguments)
     from equigrad.commands import info
 
     return info.main(arguments) if command == "info" else info.report_main(arguments)
@@ -229,6 +234,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
             "Exit codes: 0 everything that was asked for is confirmed, 1 contradicted, 3 unverifiable (with --merge:"
             " not all steps are covered), 2 something that was given is wrong."
         )
+    elif command == "plan":
+        add("--validate", action="store_true", help="errors by published table, and what may be asked for")
+        add("--constants", action="store_true", help="every constant with its unit and source")
+        add("--json", metavar="FILE", help="with --validate: write the errors there as well")
     else:
         add("path", help="run, checkpoint or Hugging Face folder" if command == "info" else "run folder")
         if command == "info":

@@ -69,14 +69,14 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
     return Estimate(
         parameters=wide * (sum(kept.values()) + gathered),
         gradients=wide * sum(gradients[n] for n in trained),
-        optimizer=sum(kept[n] * _moments(job.optim, own[n]) for n in trained) * 4,
+        optimizer=sum(kept[n] * moments(job.optim, own[n]) for n in trained) * 4,
         activations=activations,
         logits=logits,
         working=max(update, *(_working(job, part) for part in parts)),
     )
 
 
-def _moments(optim: Optim, spec: Spec) -> int:
+def moments(optim: Optim, spec: Spec) -> int:
     """How many float32 numbers a rule keeps for each entry of a parameter; NorMuon's, one a row, are not counted."""
     two = optim.name == "adamw" or (optim.name in ("muon", "normuon") and not spec.is_matrix)
     return 2 if two else 1

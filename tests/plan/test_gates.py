@@ -1,0 +1,112 @@
+"""Gates: what may be answered follows from held-out runs alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from equigrad.config.layout import Layout
+from equigrad.plan import gates
+from equigrad.plan.calibrate import calibration_runs, fit
+from equigrad.plan.calibration import calibration
+from equigrad.plan.gates import (
+    LEAST_RUNS,
+    MEAN,
+    WORST,
+    Unvalidated,
+    Withdrawn,
+    ask_memory,
+    ask_step,
+    capability,
+    evidence,
+    permit,
+    state,
+)
+from equigrad.plan.published import CALIBRATES, runs
+from equigrad.plan.shape import Shape
+from equigrad.plan.step import step
+from equigrad.plan.validation import Errors, by_table, error
+from equigrad.plan.workload import FSDP_PURE, Workload
+
+SEVEN = Shape.gpt(4096, 32, 32, 50368, 2048)
+WORK = Workload(SEVEN, 2048, 4, 1, Layout(dp_shard=16, reduce_every_round=True), FSDP_PURE)
+
+
+def test_no_run_both_calibrates_and_tests() -> None:
+    for run in runs():
+        of_split = run.name.split()[0] in CALIBRATES and run.table.startswith("llm-foundry") and not run.work.fp8
+        assert (run.part == "calibration") == of_split
+    assert sum(run.part == "held out" for run in runs()) > len(runs()) / 2
+
+
+def test_a_state_is_what_its_held_out_runs_make_it() -> None:
+    for which, errors in evidence().items():
+        own = [r for r in runs() if r.part == "held out" and capability(which.quantity, r.work, r.machine) == which]
+        wrong = [abs(error(run, which.quantity)) for run in own if which.quantity == "throughput" or run.memory]
+        assert errors.runs == len(wrong)
+        assert errors.mean == pytest.approx(sum(wrong) / len(wrong))
+        enough = len(wrong) >= LEAST_RUNS
+        if max(wrong) > WORST or (enough and sum(wrong) / len(wrong) > MEAN):
+            assert state(which) == "withdrawn"
+        else:
+            assert state(which) == ("validated" if enough else "unvalidated")
+
+
+def test_a_validated_answer_carries_its_errors() -> None:
+    answer = ask_step(WORK, "a100_40gb_roce")
+    assert answer.state == "validated"
+    assert answer.value == step(WORK, "a100_40gb_roce")
+    assert "held-out runs" in answer.label
+
+
+def test_a_withdrawn_capability_raises_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = capability("throughput", WORK, "a100_40gb_roce")
+    bad = {which: Errors(5, 0.3, 0.5, 0.3, "mpt-0b")}
+    monkeypatch.setattr(gates, "evidence", lambda: bad)
+    for unvalidated in (False, True):
+        with pytest.raises(Withdrawn, match=r"withdrawn: throughput on A100, sharded.*30\.0%.*50\.0%.*mpt-0b"):
+            ask_step(WORK, "a100_40gb_roce", unvalidated)
+
+
+def test_the_withdrawn_capabilities_of_today_raise() -> None:
+    withdrawn = [which for which in evidence() if state(which) == "withdrawn"]
+    for which in withdrawn:
+        with pytest.raises(Withdrawn):
+            permit(which, unvalidated=True)
+
+
+@pytest.mark.parametrize("change", [{"offload": True}, {"layout": Layout(cp=8)}], ids=["offload", "context"])
+def test_what_nothing_tests_is_answered_only_on_request_and_labelled(change: dict[str, Any]) -> None:
+    for ask in (ask_step, ask_memory):
+        with pytest.raises(Unvalidated, match="--unvalidated"):
+            ask(replace(WORK, **change), "dgx_h100")
+        assert ask(replace(WORK, **change), "dgx_h100", unvalidated=True).label.startswith("UNVALIDATED")
+
+
+def test_what_was_tested_on_few_gpus_is_not_taken_to_hold_on_many() -> None:
+    ask_step(WORK, "dgx_h100")
+    with pytest.raises(Unvalidated, match="up to 4096 GPUs"):
+        ask_step(replace(WORK, layout=WORK.layout.model_copy(update={"dp_shard": 4096})), "dgx_h100")
+
+
+def test_one_run_can_contradict_but_not_confirm() -> None:
+    which = capability("throughput", WORK, "dgx_h100")._replace(technique="none that exists")
+    for wrong, expected in ((0.05, "unvalidated"), (0.3, "withdrawn")):
+        found = {which: Errors(1, wrong, wrong, wrong, "mpt-0b")}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gates, "evidence", lambda found=found: found)
+            assert state(which) == expected
+
+
+def test_dense_models_are_within_the_bounds_where_they_are_held_out() -> None:
+    lines = {(line.table, line.quantity, line.part): line.errors for line in by_table()}
+    for table in ("llm-foundry A100", "llm-foundry H100"):
+        errors = lines[table, "throughput", "held out"]
+        assert errors.mean <= MEAN
+        assert errors.worst <= WORST
+
+
+def test_the_calibration_is_the_least_squares_fit_of_its_runs() -> None:
+    kept, again = calibration(), fit(calibration_runs(), "a test")
+    for name in ("product", "operands", "link"):
+        assert getattr(kept, name).value == pytest.approx(getattr(again, name).value, rel=0.01), name
