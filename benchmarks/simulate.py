@@ -60,6 +60,17 @@ def validation(timing: Timing) -> dict[str, Any]:
     return found
 
 
+def approximation(scale: int, count: int) -> dict[str, Any]:
+    """What mean paces differ in from every phase gone through, with everything spread: figures, and running times."""
+    servers = SERVERS * scale
+    jobs = many(count, sum(server.devices for server in servers))
+    each, mean = (simulate(jobs, servers, "fcfs", "spread", "maxmin", phases) for phases in ("each", "mean"))
+    name = f"{count} jobs, {len(servers)} servers"
+    found = errors(of(mean), of(each)) | {"job_error": job_error(mean, [(run.start_s, run.end_s) for run in each.runs])}
+    print(f"{name}, spread: mean paces off every phase by", {key: f"{value:+.1%}" for key, value in found.items()})
+    return {name: found}
+
+
 def many(count: int, devices: int) -> list[Job]:
     """Jobs drawn from the trace."""
     draw, kinds = random.Random(0), jobs_of("trace")
@@ -79,13 +90,13 @@ def speed(scale: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for placement in PLACEMENTS:
         for scheduler in SCHEDULERS:
-            seconds, phases = [], 0
+            seconds = []
             for _ in range(OPTIONS.rounds):
                 began = time.perf_counter()
-                phases = simulate(jobs, servers, scheduler, placement).phases
+                simulate(jobs, servers, scheduler, placement)
                 seconds.append(time.perf_counter() - began)
             name = f"{len(jobs):,} jobs, {len(servers)} servers, {placement}, {scheduler}"
-            found[name] = spread(seconds) | {"phases": phases}
+            found[name] = spread(seconds)
             show(f"{name}: seconds", found[name], 1)
     return found
 
@@ -93,6 +104,7 @@ def speed(scale: int) -> dict[str, Any]:
 def main() -> None:
     result = {
         "validation": {timing: validation(timing) for timing in get_args(Timing)},
+        "mean_paces": approximation(1, 60) | approximation(1, 400) | approximation(4, 60),
         "seconds": speed(1) | speed(8),
     }
     write(OPTIONS.json, result)

@@ -182,13 +182,17 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("--placement", choices=("colocate", "pack", "spread"), default="colocate", help="where (colocate)")
         sharing = ("maxmin", "proportional", "none", "fixed-penalty")
         add("--sharing", choices=sharing, default="maxmin", help="of interfaces (maxmin); the last two are baselines")
-        add("--alone", choices=("trace", "profile"), default="trace", help="what tells how long jobs take alone (trace)")
-        add("--window", type=int, default=8, metavar="N", help="iterations gone through one by one after each change of"
-            " the jobs on an interface, before their mean pace is taken (8); 0: all")  # fmt: skip
+        add(
+            "--alone", choices=("trace", "profile"), default="trace", help="what tells how long jobs take alone (trace)"
+        )
+        add("--phases", choices=("auto", "each", "mean"), default="auto", help="of iterations: go through each, or take"
+            " mean paces; auto: each, unless there are very many")  # fmt: skip
         add("--measured", metavar="FILE", help="CSV file of what really happened; prints errors, also of the baselines")
         add("--json", metavar="FILE", help="write the result there as well, job by job")
         add("--report", metavar="FILE", help="write an HTML page: timeline of the jobs, and what was in use")
-        parser.epilog = "Exit code 2 where jobs wait for ever. docs/simulate.md has the columns of all files, and the model."
+        parser.epilog = (
+            "Exit code 2 where jobs wait for ever. docs/simulate.md has the columns of all files, and the model."
+        )
     elif command == "verify":
         add("job", help="TOML file of the job")
         add("--layouts", metavar="L,L", help="dp2 (sharded), rep2 (copied), cp2, tp2, pp2, ep2, joined as in dp2+tp2")

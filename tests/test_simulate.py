@@ -50,7 +50,8 @@ def test_a_measured_run_is_compared_with_the_simulation_and_both_baselines(
 
 
 @pytest.mark.parametrize(
-    "more", [["--scheduler", "backfill"], ["--placement", "spread"], ["--sharing", "proportional"], ["--window", "0"]]
+    "more",
+    [["--scheduler", "backfill"], ["--placement", "spread"], ["--sharing", "proportional"], ["--phases", "mean"]],
 )
 def test_every_choice_runs(more: list[str], tmp_path: Path) -> None:
     assert len(outcome(tmp_path, *more)["jobs"]) == 3
@@ -85,7 +86,7 @@ def test_jobs_that_wait_for_ever_are_an_error_that_names_them_and_what_ran_is_wr
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--window", "-1"], "--window must be at least 0, not -1"),
+        (["--phases", "some"], "invalid choice: 'some'"),
         (["--scheduler", "lottery"], "invalid choice: 'lottery'"),
         (["--json", "/"], "cannot write /"),
         (["--measured", "/none.csv"], "no measured run at /none.csv"),

@@ -22,8 +22,6 @@ COLUMNS = {"mean_s": "mean", "p99_s": "99th percentile", "makespan_s": "makespan
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate, print what it amounts to, and write files where asked. ``UserError`` where jobs wait for ever."""
-    if arguments.window < 0:
-        raise UserError(f"--window must be at least 0, not {arguments.window}")
     targets = [Path(file) for file in (arguments.json, arguments.report) if file]
     for target in targets:
         check_target(target)
@@ -33,14 +31,12 @@ def main(arguments: argparse.Namespace) -> int:
     measured = read_measured(Path(arguments.measured), jobs) if arguments.measured else None
 
     def run(sharing: Any) -> Outcome:
-        return simulate(
-            jobs, servers, arguments.scheduler, arguments.placement, sharing, arguments.window or None
-        )
+        return simulate(jobs, servers, arguments.scheduler, arguments.placement, sharing, arguments.phases)
 
     outcome = run(arguments.sharing)
     settings = " · ".join(
         [f"{len(jobs):,} jobs", f"{sum(server.devices for server in servers):,} devices on {len(servers):,} servers",
-         arguments.scheduler, arguments.placement, arguments.sharing]
+         arguments.scheduler, arguments.placement, arguments.sharing, *["mean paces"] * outcome.mean]
     )  # fmt: skip
     print(settings)
     stuck = deadlock(outcome, servers, arguments.placement)
@@ -50,7 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
         rows = {"measured": _figures(jobs, [end for _, end in measured]), arguments.sharing: _of(outcome)}
         rows |= {name: _of(run(name)) for name in BASELINES if name not in rows}
         print(table(rows))
-        result["comparison"] = {name: asdict(row) | {"errors": errors(row, rows["measured"])} for name, row in rows.items()}
+        result["comparison"] = {
+            name: asdict(row) | {"errors": errors(row, rows["measured"])} for name, row in rows.items()
+        }
         result["job_error"] = job_error(outcome, measured)
         print(f"running times job by job: off by {result['job_error']:.1%} on average")
     elif outcome.runs:
@@ -65,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    keys = ("trace", "cluster", "profile", "network", "scheduler", "placement", "sharing", "alone", "window")
+    keys = ("trace", "cluster", "profile", "network", "scheduler", "placement", "sharing", "alone", "phases")
     return {key: getattr(arguments, key) for key in keys}
 
 
@@ -86,7 +84,8 @@ def job_error(outcome: Outcome, measured: Sequence[tuple[float, float]]) -> floa
     """Mean over jobs of how far the time from start to end is off, either way, relative to the measured one."""
     truth = [measured[run.job.number] for run in outcome.runs]
     return fmean(
-        abs((run.end_s - run.start_s) / (end - start) - 1) for run, (start, end) in zip(outcome.runs, truth, strict=True)
+        abs((run.end_s - run.start_s) / (end - start) - 1)
+        for run, (start, end) in zip(outcome.runs, truth, strict=True)
     )
 
 
@@ -106,7 +105,7 @@ def record(outcome: Outcome, servers: Sequence[Server]) -> dict[str, Any]:
     """The whole outcome as JSON values."""
     return {
         "figures": asdict(_of(outcome)) if outcome.runs else None,
-        "phases": outcome.phases,
+        "phases": "mean" if outcome.mean else outcome.phases,
         "jobs": [
             {"job_id": run.job.name, "arrival_s": run.job.arrival_s, "start_s": run.start_s, "end_s": run.end_s,
              "alone_s": run.job.alone_s, "workers": {servers[n].name: workers for n, workers in run.placement}}

@@ -82,7 +82,9 @@ def _explain(error: Any, path: Path) -> str:
     if error["type"] == "extra_forbidden":
         known = Nodes.model_fields if len(error["loc"]) > 1 else Cluster.model_fields
         close = get_close_matches(leaf, known, 1)
-        return f"{path}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else f"; keys: {', '.join(known)}")
+        return f"{path}: unknown key {key!r}" + (
+            f"; did you mean {close[0]!r}?" if close else f"; keys: {', '.join(known)}"
+        )
     message = error["msg"].removeprefix("Value error, ")
     given = error.get("input")
     shown = "" if isinstance(given, dict | list) else f" (given: {given!r})"

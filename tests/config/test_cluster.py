@@ -42,7 +42,10 @@ def test_the_cluster_of_the_documentation_loads() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("count = 2", "count = 0"), "cluster.toml: nodes.0.count: Input should be greater than or equal to 1 (given: 0)"),
+        (
+            ("count = 2", "count = 0"),
+            "cluster.toml: nodes.0.count: Input should be greater than or equal to 1 (given: 0)",
+        ),
         (("devices = 4", "devices = 4.5"), "nodes.1.devices: Input should be a valid integer (given: 4.5)"),
         (("463", "nan"), "nodes.0.interface_mb_s: Input should be"),
         (("463", "-1"), "nodes.0.interface_mb_s: Input should be greater than 0 (given: -1)"),
@@ -66,5 +69,5 @@ def test_what_is_wrong_is_told_with_file_and_key(change: tuple[str, str], messag
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no cluster file at"):
         load_cluster(tmp_path / "none.toml")
-    with pytest.raises(UserError, match="is a folder$"):
+    with pytest.raises(UserError, match=r"is a folder$"):
         load_cluster(tmp_path)

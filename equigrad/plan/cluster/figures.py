@@ -15,7 +15,7 @@ NAMED = 10
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds. mean_s and p99_s: of completion times, from arrival to end; makespan_s: from first arrival to last end."""
+    """Seconds. mean_s, p99_s: of completion times, from arrival to end; makespan_s: from first arrival to last end."""
 
     mean_s: float
     p99_s: float
@@ -26,9 +26,7 @@ def figures(spans: Sequence[tuple[float, float]]) -> Figures:
     """Of jobs' arrivals and ends; at least one. Percentiles lie on straight lines between order statistics."""
     times = [end - arrival for arrival, end in spans]
     p99 = statistics.quantiles(times, n=100, method="inclusive")[98] if len(times) > 1 else times[0]
-    return Figures(
-        statistics.fmean(times), p99, max(end for _, end in spans) - min(arrival for arrival, _ in spans)
-    )
+    return Figures(statistics.fmean(times), p99, max(end for _, end in spans) - min(arrival for arrival, _ in spans))
 
 
 @dataclass(frozen=True)

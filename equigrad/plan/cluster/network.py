@@ -18,6 +18,13 @@ Share: TypeAlias = Callable[[Mapping[int, float], Mapping[int, Sequence[int]], S
 """From demands (MB/s, of each job that communicates), the interfaces that each job uses and the capacity of every
 interface (MB/s), to the rate of each job (MB/s)."""
 
+Presence: TypeAlias = tuple[float, float, float]
+"""Of a job on an interface: the rate that all else allows it (MB/s), its demand (MB/s), and the part of the time in
+which it communicates."""
+MeanShare: TypeAlias = Callable[[Sequence[Presence], float], list[float]]
+"""From the jobs on an interface and its capacity (MB/s), to what it leaves each of them while that one communicates and
+the others do for their part of the time (MB/s)."""
+
 ROUNDING = 1e-9
 """Relative: sums of demands differ by less in any order."""
 
@@ -42,18 +49,21 @@ def max_min(
     its demand, or when an interface of it is full.
     """
     rates: dict[int, float] = {}
-    growing = dict(sorted(demands.items()))
-    left = {link: capacity[link] for job in growing for link in links[job]}
+    growing = sorted(demands, key=lambda job: (-demands[job], job))  # the smallest demand last
+    users = Counter(link for job in growing for link in links[job])
+    left = {link: capacity[link] for link in users}
     while growing:
-        users = Counter(link for job in growing for link in links[job])
-        level, bottleneck = min(((left[link] / n, link) for link, n in users.items()), default=(inf, -1))
-        stopped = {job: demand for job, demand in growing.items() if demand <= level}
-        stopped = stopped or {job: level for job in growing if bottleneck in links[job]}
-        for job, rate in stopped.items():
-            rates[job] = rate
-            del growing[job]
+        level, bottleneck = min(((left[link] / n, link) for link, n in users.items() if n), default=(inf, -1))
+        if demands[growing[-1]] <= level:
+            stopped = [growing.pop()]
+        else:
+            stopped = [job for job in growing if bottleneck in links[job]]
+            growing = [job for job in growing if bottleneck not in links[job]]
+        for job in stopped:
+            rates[job] = min(demands[job], level)
             for link in links[job]:
-                left[link] = max(left[link] - rate, 0.0)
+                users[link] -= 1
+                left[link] = max(left[link] - rates[job], 0.0)
     return rates
 
 
@@ -70,3 +80,25 @@ def proportional(
         job: demand * min([1.0, *(capacity[link] / asked[link] for link in links[job])])
         for job, demand in demands.items()
     }
+
+
+def mean_max_min(jobs: Sequence[Presence], capacity: float) -> list[float]:
+    """For each job the level at which the interface is full; up to it the others take what they can."""
+    ordered, all_there = sorted(enumerate(jobs), key=lambda entry: entry[1]), sum(presence for _, _, presence in jobs)
+    levels = []
+    for job, (_, _, own) in enumerate(jobs):
+        left, weight = capacity, 1 + max(all_there - own, 0.0)
+        for other, (rate, _, presence) in ordered:
+            if other != job:
+                if rate * weight > left:
+                    break
+                left -= presence * rate
+                weight -= presence
+        levels.append(left / max(weight, 1.0))
+    return levels
+
+
+def mean_proportional(jobs: Sequence[Presence], capacity: float) -> list[float]:
+    """Parts of the interface in proportion to demands."""
+    asked = sum(presence * demand for _, demand, presence in jobs)
+    return [demand * capacity / (asked + (1 - presence) * demand) for _, demand, presence in jobs]

@@ -44,8 +44,8 @@ def colocate(free: Sequence[int], devices: Sequence[int], workers: int) -> Place
 
 
 def spread(free: Sequence[int], devices: Sequence[int], workers: int) -> Placement | None:
-    """On as many servers as have room, as evenly as that goes, as soon as enough devices are free anywhere; the emptiest
-    server gets the first worker, and the first one more."""
+    """On as many servers as have room, as evenly as that goes, as soon as enough devices are free anywhere. Where there
+    are more servers than workers, on the emptiest."""
     if sum(free) < workers:
         return None
     turns = sorted((taken, -room, server) for server, room in enumerate(free) for taken in range(room))

@@ -1,10 +1,11 @@
 """One page of a simulated run: when each job waited and ran, and what was in use. It opens from a file, loads nothing
 and needs no script."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def _row(run: Run, number: int, x: Axis, servers: Sequence[Server]) -> Row:
     )
     loaded = run.start_s + job.phases.loading_s
     times = (job.arrival_s, run.start_s, loaded, run.end_s)
-    waiting, loading, iterating = (_bar(x, number, *span) for span in zip(times, times[1:], strict=False))
+    waiting, loading, iterating = (_bar(x, number, *span) for span in pairwise(times))
     return Row(told, "several" if len(run.placement) > 1 else "one", waiting, loading, iterating)
 
 
@@ -105,10 +106,14 @@ def _bar(x: Axis, row: int, start: float, end: float) -> str:
 
 def _plot(title: str, unit: str, changes: Sequence[tuple[float, int]], x: Axis) -> Plot:
     """The sum of all changes so far, as steps."""
-    ordered = sorted(changes)
-    times, values = [time for time, _ in ordered], [float(v) for v in accumulate(change for _, change in ordered)]
-    kept = [n for n in thin([values], BUCKETS) if n + 1 == len(times) or times[n + 1] > times[n]]
-    corners = [(times[n], value) for before, n in zip([None, *kept], kept, strict=False)
-               for value in ([values[before]] if before is not None else []) + [values[n]]]  # fmt: skip
+    at_once = Counter[float]()
+    for time, change in changes:
+        at_once[time] += change
+    times = sorted(at_once)
+    values = [float(value) for value in accumulate(at_once[time] for time in times)]
+    kept = thin([values], BUCKETS)
+    corners = [(times[kept[0]], values[kept[0]])]
+    for before, after in pairwise(kept):
+        corners += [(times[after], values[before]), (times[after], values[after])]
     axis = linear_axis(values, zero=True)
     return Plot(title, unit, axis, line_path(x, axis, [at for at, _ in corners], [value for _, value in corners]))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equigrad.plan.cluster.network import max_min, proportional, ring_demand
+from equigrad.plan.cluster.network import max_min, mean_max_min, mean_proportional, proportional, ring_demand
 from equigrad.plan.cluster.trace import Profile
 from tests.plan.cluster.cases import fill, servers
 
@@ -78,6 +78,30 @@ def test_shares_by_hand() -> None:
     assert proportional(demands, links, [100.0, 20.0]) == {0: 50.0, 1: 20.0}
     assert max_min({0: 10.0, 1: 300.0}, {0: [0], 1: [0]}, [100.0]) == {0: 10.0, 1: 90.0}
     assert proportional({0: 10.0, 1: 190.0}, {0: [0], 1: [0]}, [100.0]) == {0: 5.0, 1: 95.0}
+
+
+@given(st.lists(st.tuples(RATES, st.floats(0, 1)), min_size=1, max_size=6), RATES)
+def test_mean_shares_of_jobs_that_always_or_never_communicate_are_those_of_jobs_that_do(
+    jobs: list[tuple[float, float]], capacity: float
+) -> None:
+    """And between the two a share lies between the two."""
+    for whole, mean in ((max_min, mean_max_min), (proportional, mean_proportional)):
+        demands = {n: demand for n, (demand, _) in enumerate(jobs)}
+        rates = whole(demands, {n: [0] for n in demands}, [capacity])
+        for name, presence in (("all", 1.0), ("none", 0.0), ("some", None)):
+            known = [(demand, demand, part if presence is None else presence) for demand, part in jobs]
+            shares = [min(share, demands[n]) for n, share in enumerate(mean(known, capacity))]
+            alone = [min(demand, capacity) for demand, _ in jobs]
+            together = [rates[n] for n in demands]
+            if name != "some":
+                assert shares == pytest.approx(together if name == "all" else alone, rel=1e-9)
+            assert all(a * (1 - 1e-9) <= b <= c * (1 + 1e-9) for a, b, c in zip(together, shares, alone, strict=True))
+
+
+def test_a_mean_share_by_hand() -> None:
+    """Of two equal jobs, one of them there for half of the time: as if there were one job and a half."""
+    assert mean_max_min([(90.0, 90.0, 1.0), (90.0, 90.0, 0.5)], 60.0) == [40.0, 30.0]
+    assert mean_proportional([(90.0, 90.0, 1.0), (30.0, 30.0, 0.5)], 70.0) == [60.0, 17.5]
 
 
 def test_a_ring_uses_interfaces_only_where_it_leaves_a_server() -> None:

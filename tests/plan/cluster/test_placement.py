@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from equigrad.plan.cluster.placement import PLACEMENTS, colocate, pack, spread
 
-CLUSTERS = st.lists(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6)
+CLUSTERS = st.lists(
+    st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), min_size=1, max_size=6
+)
 """Devices of each server, and how many of them are free."""
 
 

@@ -42,6 +42,15 @@ def test_lines_start_and_end_where_jobs_do(tmp_path: Path) -> None:
     assert paths[1] == ["M0 1.5H2000", "M2000 1.5H2500", "M2500 1.5H4000"]
 
 
+def test_what_happens_at_one_time_is_one_step(tmp_path: Path) -> None:
+    """Jobs that start as they arrive do not wait, and what ends makes room for what starts."""
+    outcome = simulate([job(0, 6), job(1, 6), job(2, 6)], CLUSTER, sharing="none")
+    assert [d[-1].get("d") for d in ([*svg.iter("path")] for svg in drawings(page(tmp_path, outcome))[1:])] == [
+        "M0 0 1333 0 1333 0 2667 0 2667 0 4000 0 4000 1000",  # six devices, until all ends at 60
+        "M0 0 1333 0 1333 500 2667 500 2667 1000",  # two jobs wait until 20, and one until 40
+    ]
+
+
 def test_a_long_trace_is_thinned_and_says_so(tmp_path: Path) -> None:
     outcome = simulate([job(n, 1, 1, arrival=n) for n in range(2 * MOST_ROWS + 1)], CLUSTER)
     text = page(tmp_path, outcome)

@@ -48,7 +48,9 @@ KNOWN = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20), st.integers(0,
 def test_no_job_in_front_waits_longer_than_it_was_promised(known: list[tuple[int, int, int]]) -> None:
     """As the first job of the queue under first come, first served, from the moment that it was first."""
     jobs = sorted((local(0, *one) for one in known), key=lambda one: one.arrival_s)
-    jobs = [Job(n, str(n), one.where, one.arrival_s, one.workers, one.iterations, one.phases) for n, one in enumerate(jobs)]
+    jobs = [
+        Job(n, str(n), one.where, one.arrival_s, one.workers, one.iterations, one.phases) for n, one in enumerate(jobs)
+    ]
     runs = simulate(jobs, servers(4), "backfill", "pack").runs
     for run in runs:
         front = max([run.job.arrival_s, *(other.start_s for other in runs[: run.job.number])])

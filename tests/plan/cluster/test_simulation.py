@@ -3,16 +3,18 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equigrad.config.cluster import Server
+from equigrad.plan.cluster import traffic
 from equigrad.plan.cluster.figures import deadlock
 from equigrad.plan.cluster.placement import PLACEMENTS
 from equigrad.plan.cluster.scheduling import SCHEDULERS
-from equigrad.plan.cluster.simulation import Outcome, simulate
+from equigrad.plan.cluster.simulation import Outcome, Phases, simulate
 from equigrad.plan.cluster.trace import Job
 from tests.plan.cluster.cases import ends, job, overlapping, servers
 
@@ -21,22 +23,20 @@ TWO = servers(2, 2)
 
 
 def end_times(jobs: Sequence[Job], cluster: Sequence[Server] = TWO, **how: object) -> list[float]:
-    outcome = simulate(jobs, cluster, **{"placement": "spread", "window": None} | how)  # type: ignore[arg-type]
+    outcome = simulate(jobs, cluster, **{"placement": "spread", "phases": "each"} | how)  # type: ignore[arg-type]
     return [run.end_s for run in outcome.runs]
 
 
 # ---- closed forms
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_two_equal_jobs_that_start_together_communicate_together(window: int | None) -> None:
+def test_two_equal_jobs_that_start_together_communicate_together() -> None:
     """A second of computing, and two of sending at half the rate."""
-    assert end_times([job(0), job(1)], window=window) == pytest.approx([30.0, 30.0])
+    assert end_times([job(0), job(1)]) == pytest.approx([30.0, 30.0])
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_two_equal_jobs_half_an_iteration_apart_do_not_meet(window: int | None) -> None:
-    assert end_times([job(0), job(1, arrival=1.0)], window=window) == pytest.approx([20.0, 21.0])
+def test_two_equal_jobs_half_an_iteration_apart_do_not_meet() -> None:
+    assert end_times([job(0), job(1, arrival=1.0)]) == pytest.approx([20.0, 21.0])
 
 
 def test_jobs_that_meet_in_part_are_slowed_in_part() -> None:
@@ -118,13 +118,14 @@ def cluster_of(kinds: list[tuple[int, float]]) -> list[Server]:
     return [Server(f"s-{n}", devices, interface, 1e6) for n, (devices, interface) in enumerate(kinds)]
 
 
-@settings(deadline=None, max_examples=50)
-@given(traces(), CLUSTERS, SHARED["scheduler"], SHARED["placement"])
+@settings(deadline=None, max_examples=60)
+@given(traces(), CLUSTERS, SHARED["scheduler"], SHARED["placement"], st.sampled_from([0, traffic.SMALL]))
 def test_every_end_is_that_of_a_simulator_that_looks_at_all_jobs_at_every_change(
-    jobs: list[Job], kinds: list[tuple[int, float]], scheduler: str, placement: str
+    jobs: list[Job], kinds: list[tuple[int, float]], scheduler: str, placement: str, small: int
 ) -> None:
     cluster = cluster_of(kinds)
-    outcome = simulate(jobs, cluster, scheduler, placement, "maxmin", None)
+    with mock.patch.object(traffic, "SMALL", small):
+        outcome = simulate(jobs, cluster, scheduler, placement, "maxmin", "each")
     assert [run.end_s for run in outcome.runs] == pytest.approx(ends(outcome, cluster), rel=1e-6)
 
 
@@ -137,7 +138,7 @@ def test_every_end_is_that_of_a_simulator_in_small_steps(seed: int) -> None:
         for n in range(4)
     ]  # fmt: skip
     cluster = servers(4, 4, 4)
-    outcome = simulate(jobs, cluster, "fcfs", "spread", "maxmin", None)
+    outcome = simulate(jobs, cluster, "fcfs", "spread", "maxmin", "each")
     assert overlapping(outcome)
     # Of each phase a step may be lost at its end.
     assert [run.end_s for run in outcome.runs] == pytest.approx(ends(outcome, cluster, step), abs=step * (2 * 8 + 2))
@@ -156,14 +157,32 @@ def crowded(seed: int, count: int = 30) -> tuple[list[Job], list[Server]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mean_paces_end_jobs_when_single_iterations_do(seed: int) -> None:
+def test_mean_paces_end_jobs_about_when_phases_do(seed: int) -> None:
+    """The same jobs start together in both, so that queues cannot make much of little."""
     jobs, cluster = crowded(seed)
-    exact, steady = (simulate(jobs, cluster, "backfill", "spread", "maxmin", window) for window in (None, 8))
-    none = simulate(jobs, cluster, "backfill", "spread", "none")
-    assert steady.phases < exact.phases / 2
-    mean = [sum(run.completion_s for run in outcome.runs) for outcome in (steady, exact, none)]
-    assert mean[0] == pytest.approx(mean[1], rel=0.01)
-    assert mean[2] < 0.8 * mean[1]  # there was something to get right
+    jobs = [replace(one, arrival_s=one.number * 10.0) for one in jobs[:12]]
+    cluster = [replace(server, devices=99) for server in cluster]
+    exact, mean, none = (
+        simulate(jobs, cluster, "fcfs", "spread", *how) for how in (("maxmin", "each"), ("maxmin", "mean"), ("none",))
+    )
+    assert mean.mean
+    ratios = [a.end_s / b.end_s for a, b in zip(mean.runs, exact.runs, strict=True)]
+    assert max(abs(ratio - 1) for ratio in ratios) < 0.15
+    assert sum(ratios) / len(ratios) == pytest.approx(1, abs=0.04)
+    assert sum(run.completion_s for run in none.runs) < 0.7 * sum(run.completion_s for run in exact.runs)
+
+
+def test_jobs_that_never_wait_for_each_other_have_the_same_ends_either_way() -> None:
+    jobs = [job(n, iterations=5, arrival=n / 3, network_s=4.0) for n in range(4)]
+    cluster = servers(8, 8)
+    each, mean = (simulate(jobs, cluster, placement="spread", phases=phases) for phases in ("each", "mean"))
+    assert [run.end_s for run in each.runs] == pytest.approx([run.end_s for run in mean.runs])
+
+
+def test_traces_of_very_many_iterations_are_run_by_mean_paces() -> None:
+    assert not simulate([job(0, iterations=200_000)], TWO).mean
+    assert simulate([job(0, iterations=300_000)], TWO).mean
+    assert not simulate([job(0, workers=1, iterations=300_000)], TWO).mean
 
 
 # ---- for any trace
@@ -181,12 +200,12 @@ def check_devices(outcome: Outcome, cluster: Sequence[Server]) -> None:
 
 
 @settings(deadline=None)
-@given(traces(12), CLUSTERS, SHARED["scheduler"], SHARED["placement"], st.sampled_from([None, 1, 2]))
+@given(traces(12), CLUSTERS, SHARED["scheduler"], SHARED["placement"], st.sampled_from(["each", "mean"]))
 def test_every_job_runs_once_on_its_own_devices_and_no_faster_than_alone(
-    jobs: list[Job], kinds: list[tuple[int, float]], scheduler: str, placement: str, window: int | None
+    jobs: list[Job], kinds: list[tuple[int, float]], scheduler: str, placement: str, phases: Phases
 ) -> None:
     cluster = cluster_of(kinds)
-    outcome = simulate(jobs, cluster, scheduler, placement, "maxmin", window)
+    outcome = simulate(jobs, cluster, scheduler, placement, "maxmin", phases)
     assert [run.job for run in outcome.runs] == jobs
     assert outcome.waiting == ()
     check_devices(outcome, cluster)
@@ -196,12 +215,15 @@ def test_every_job_runs_once_on_its_own_devices_and_no_faster_than_alone(
         assert run.end_s - run.start_s >= run.job.alone_s * (1 - 1e-6)
 
 
-@given(traces(), st.randoms(use_true_random=False), SHARED["scheduler"], SHARED["placement"])
+@given(
+    traces(), st.randoms(use_true_random=False), SHARED["scheduler"], SHARED["placement"],
+    st.sampled_from(["each", "mean"]),
+)  # fmt: skip
 def test_the_order_of_jobs_means_nothing_and_a_second_run_is_the_same(
-    jobs: list[Job], order: random.Random, scheduler: str, placement: str
+    jobs: list[Job], order: random.Random, scheduler: str, placement: str, phases: Phases
 ) -> None:
     shuffled = order.sample(jobs, len(jobs))
-    first, second = (simulate(given, servers(4, 3, 2), scheduler, placement) for given in (jobs, shuffled))
+    first, second = (simulate(it, servers(4, 3, 2), scheduler, placement, "maxmin", phases) for it in (jobs, shuffled))
     assert first == second
 
 
