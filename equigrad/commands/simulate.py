@@ -43,7 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     result = record(outcome, servers) | {"settings": _settings(arguments), "deadlock": stuck or None}
     notes = [stuck] if stuck else []
     if measured is not None and not stuck:
-        rows = {"measured": _figures(jobs, [end for _, end in measured]), arguments.sharing: _of(outcome)}
+        rows = {
+            "measured": _figures(jobs, [start + seconds for start, seconds in measured]),
+            arguments.sharing: _of(outcome),
+        }
         rows |= {name: _of(run(name)) for name in BASELINES if name not in rows}
         print(table(rows))
         result["comparison"] = {
@@ -81,12 +84,11 @@ def errors(found: Figures, truth: Figures) -> dict[str, float]:
 
 
 def job_error(outcome: Outcome, measured: Sequence[tuple[float, float]]) -> float:
-    """Mean over jobs of how far the time from start to end is off, either way, relative to the measured one."""
-    truth = [measured[run.job.number] for run in outcome.runs]
-    return fmean(
-        abs((run.end_s - run.start_s) / (end - start) - 1)
-        for run, (start, end) in zip(outcome.runs, truth, strict=True)
-    )
+    """Mean over jobs of how far the time from start to end is off, either way, relative to the measured one.
+
+    ``measured``: starts and such times, of all jobs.
+    """
+    return fmean(abs((run.end_s - run.start_s) / measured[run.job.number][1] - 1) for run in outcome.runs)
 
 
 def table(rows: dict[str, Figures]) -> str:

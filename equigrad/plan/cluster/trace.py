@@ -12,8 +12,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 from equigrad.errors import UserError
 
-MOST = 1e12
-"""Of any number in a file: 30,000 years in seconds. Sums of such numbers are finite."""
+LEAST, MOST = 1e-6, 1e10
+"""Of any number in a file that is not 0. Three centuries in microseconds are as fine as a float64 can tell apart."""
 
 Timing: TypeAlias = Literal["trace", "profile"]
 """Whose word counts for how long a job takes alone."""
@@ -127,18 +127,22 @@ def _job(number: int, name: str, arrival: float, row: "_Row", profiles: Profiles
 
 
 def read_measured(path: Path, jobs: Sequence[Job]) -> list[tuple[float, float]]:
-    """When each of the jobs really started and ended, in seconds, in the order of ``jobs``.
+    """When each of the jobs really started, and how long it ran from then to its end, in seconds, as ``jobs`` are
+    ordered.
 
-    Columns: job_id, start_s on the trace's clock, training_s from start to end. Raises ``UserError`` unless the file
-    has exactly the trace's jobs.
+    Columns: job_id, start_s on the trace's clock, training_s. Raises ``UserError`` unless the file has exactly the
+    trace's jobs, and none ends before it arrives.
     """
+    arrivals = {job.name: job.arrival_s for job in jobs}
     spans: dict[str, tuple[float, float]] = {}
     for row in _rows(path, "measured run", ("job_id", "start_s", "training_s")):
         name = row.text("job_id")
         row.once("job_id", name, spans)
-        if not row.number("training_s"):
+        start, seconds = spans[name] = row.number("start_s"), row.number("training_s")
+        if not seconds:
             row.fail("training_s", "0 is not more than 0")
-        spans[name] = row.number("start_s"), row.number("start_s") + row.number("training_s")
+        if start + seconds <= arrivals.get(name, 0.0):
+            row.fail("start_s", f"job {name} ends at {start + seconds:g}, but arrives at {arrivals[name]:g}")
     for missing in (job for job in jobs if job.name not in spans):
         raise UserError(f"{path}: job_id: no row for job {missing.name} ({missing.where})")
     if len(spans) > len(jobs):
@@ -177,14 +181,14 @@ class _Row:
         return value
 
     def number(self, column: str) -> float:
-        """A number from 0 to ``MOST``."""
+        """0, or a number from ``LEAST`` to ``MOST``."""
         text = self.text(column)
         try:
             value = float(text)
         except ValueError:
             self.fail(column, f"{text!r} is not a number")
-        if not 0 <= value <= MOST:  # not a number is not, either
-            self.fail(column, f"{text} is not from 0 to {MOST:.0e}")
+        if value and not LEAST <= value <= MOST:  # not a number is not, either
+            self.fail(column, f"{text} is neither 0 nor from {LEAST:g} to {MOST:g}")
         return value
 
     def whole(self, column: str) -> int:

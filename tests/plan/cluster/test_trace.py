@@ -51,7 +51,7 @@ def test_jobs_that_arrive_together_are_in_the_order_of_their_names(tmp_path: Pat
     trace = "job_id,model,arrival_time,duration,num_iteration,gpu_workers\n" + "".join(
         f"{name},bert,{0 if name != 'job2' else 1},50,3,2\n" for name in names
     )
-    measured = "job_id,start_s,training_s\n" + "".join(f"{name},0,1\n" for name in names)
+    measured = "job_id,start_s,training_s\n" + "".join(f"{name},1,1\n" for name in names)
     assert [job.name for job in read(tmp_path, trace=trace, measured=measured)] == ["9", "10", "job10", "job2"]
 
 
@@ -62,12 +62,12 @@ def test_jobs_that_arrive_together_are_in_the_order_of_their_names(tmp_path: Pat
         ("trace", ("duration", "model"), "trace.csv:1: more than one column model"),
         ("trace", (TRACE, ""), "trace.csv:1: no column job_id"),
         ("trace", (TRACE[TRACE.index("a,") :], ""), "trace.csv: no jobs"),
-        ("trace", ("a,bert,0", "a,bert,nan"), "trace.csv:2: arrival_time: nan is not from 0 to 1e+12"),
-        ("trace", ("a,bert,0", "a,bert,-1"), "trace.csv:2: arrival_time: -1 is not from 0"),
-        ("trace", ("b,bert,5", "b,bert,inf"), "trace.csv:3: arrival_time: inf is not from 0"),
+        ("trace", ("a,bert,0", "a,bert,nan"), "trace.csv:2: arrival_time: nan is neither 0 nor from 1e-06 to 1e+10"),
+        ("trace", ("a,bert,0", "a,bert,-1"), "trace.csv:2: arrival_time: -1 is neither 0 nor from"),
+        ("trace", ("b,bert,5", "b,bert,inf"), "trace.csv:3: arrival_time: inf is neither 0 nor from"),
         ("trace", ("b,bert,5", "b,bert,soon"), "trace.csv:3: arrival_time: 'soon' is not a number"),
         ("trace", ("b,bert,5", "b,bert,"), "trace.csv:3: arrival_time: nothing is written there"),
-        ("trace", ("110,200,1", "1e99,200,1"), "trace.csv:2: duration: 1e99 is not from 0"),
+        ("trace", ("110,200,1", "1e99,200,1"), "trace.csv:2: duration: 1e99 is neither 0 nor from"),
         ("trace", ("110,200,1", "110,0,1"), "trace.csv:2: num_iteration: 0 is not a whole number from 1 on"),
         ("trace", ("110,200,1", "110,2.5,1"), "trace.csv:2: num_iteration: 2.5 is not a whole number"),
         ("trace", ("110,200,1", "110,200,0"), "trace.csv:2: gpu_workers: 0 is not a whole number"),
@@ -80,17 +80,18 @@ def test_jobs_that_arrive_together_are_in_the_order_of_their_names(tmp_path: Pat
         ("trace", ("110,200,1", "110,200,1,1"), "trace.csv:2: 7 values for 6 columns"),
         ("trace", ("a,bert", '"a,bert'), "cannot read trace"),
         ("profile", ("loading_s", "load"), "profile.csv:1: no column loading_s; a profile has model, workers"),
-        ("profile", ("bert,2,0.5,0.25", "bert,2,nan,0.25"), "profile.csv:3: compute_s: nan is not from 0"),
-        ("profile", ("bert,2,0.5,0.25", "bert,2,0.5,-1"), "profile.csv:3: network_s: -1 is not from 0"),
+        ("profile", ("bert,2,0.5,0.25", "bert,2,nan,0.25"), "profile.csv:3: compute_s: nan is neither 0 nor from"),
+        ("profile", ("bert,2,0.5,0.25", "bert,2,0.5,-1"), "profile.csv:3: network_s: -1 is neither 0 nor from"),
         ("profile", ("bert,2,0.5,0.25", "bert,2,0.5,0"), "profile.csv:3: network_s: 0 seconds for the 100 MB"),
         ("profile", ("bert,1,0.5", "bert,1,0"), "profile.csv:2: compute_s: an iteration that takes no time at all"),
         ("profile", ("bert,8,", "bert,2,"), "profile.csv:4: model: a second row for bert on 2 workers"),
         ("network", ("bert,8", "bert,4"), "profile.csv:4: workers: "),
         ("network", ("bert,8", "bert,2"), "network.csv:3: model: a second row for bert on 2 workers"),
-        ("network", ("100,175", "100,-5"), "network.csv:3: volume_mb: -5 is not from 0"),
+        ("network", ("100,175", "100,-5"), "network.csv:3: volume_mb: -5 is neither 0 nor from"),
         ("measured", ("c,7,200\n", ""), "measured.csv: job_id: no row for job c ("),
         ("measured", ("c,7,200", "c,7,200\nd,1,1"), "measured.csv: job_id: d is no job of the trace"),
         ("measured", ("c,7,200", "c,7,200\nc,1,1"), "measured.csv:5: job_id: a second row for c"),
+        ("measured", ("c,7,200", "c,1,3"), "measured.csv:4: start_s: job c ends at 4, but arrives at 5"),
         ("measured", ("c,7,200", "c,7,0"), "measured.csv:4: training_s: 0 is not more than 0"),
     ],
 )  # fmt: skip
