@@ -10,6 +10,7 @@ from equigrad.errors import UserError
 COMMANDS = {
     "train": "train a model: the job of a TOML file, or the embedded quickstart",
     "schedule": "draw how one step of a job is divided: which rank holds which tokens, when",
+    "simulate": "run a trace of jobs on a cluster: who starts when, and what sharing its network costs",
     "verify": "a job's first steps on other layouts, against one process: the same bits, or how far they deviate",
     "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
     "generate": "continue prompts with a run, checkpoint or model folder",
@@ -94,6 +95,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import schedule
 
         return schedule.main(arguments, overrides)
+    if command == "simulate":
+        from equigrad.commands import simulate
+
+        return simulate.main(arguments)
     if command == "verify":
         from equigrad.commands import verify
 
@@ -172,6 +177,26 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.epilog = (
             "Keys of the job can be overridden: --layout.cp 4 draws another layout. Nothing is trained, and no process"
             " is started, however many the layout has."
+        )
+    elif command == "simulate":
+        add("trace", help="CSV file of jobs")
+        add("--cluster", required=True, metavar="FILE", help="TOML file of the servers")
+        add("--profile", required=True, metavar="FILE", help="CSV file: seconds of an iteration, by model and workers")
+        add("--network", required=True, metavar="FILE", help="CSV file: MB of an iteration, by model and workers")
+        add("--scheduler", choices=("fcfs", "shortest", "backfill"), default="fcfs", help="who starts next (fcfs)")
+        add("--placement", choices=("colocate", "pack", "spread"), default="colocate", help="where (colocate)")
+        sharing = ("maxmin", "proportional", "none", "fixed-penalty")
+        add("--sharing", choices=sharing, default="maxmin", help="of interfaces (maxmin); the last two are baselines")
+        add(
+            "--alone", choices=("trace", "profile"), default="trace", help="what tells how long jobs take alone (trace)"
+        )
+        add("--phases", choices=("auto", "each", "mean"), default="auto", help="of iterations: go through each, or take"
+            " mean paces; auto: each, unless there are very many")  # fmt: skip
+        add("--measured", metavar="FILE", help="CSV file of what really happened; prints errors, also of the baselines")
+        add("--json", metavar="FILE", help="write the result there as well, job by job")
+        add("--report", metavar="FILE", help="write an HTML page: timeline of the jobs, and what was in use")
+        parser.epilog = (
+            "Exit code 2 where jobs wait for ever. docs/simulate.md has the columns of all files, and the model."
         )
     elif command == "verify":
         add("job", help="TOML file of the job")

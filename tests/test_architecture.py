@@ -45,13 +45,14 @@ TORCH_FREE = [
     "audit.layouts", "audit.report", "audit.trajectory",
     "cli", "files", "run", "resolve", "checkpoint.weights", "schedule.packing",
     "schedule.pipeline", "schedule.division", "schedule.text", "schedule.svg", "commands.schedule",
-    "parallel.partition", "parallel.program", "models.parts",
+    "commands.simulate", "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
     "commands.plan",
     *(f"plan.{file.stem}" for file in FILES if file.parent.name == "plan" and file.stem != "__init__"),
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"rl.tasks.{file.stem}" for file in FILES if file.parent.name == "tasks" and file.stem != "__init__"),
+    *(f"plan.cluster.{file.stem}" for file in FILES if file.parent.name == "cluster" and file.stem != "__init__"),
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),
 ]  # fmt: skip
 OPTIONAL = {
@@ -130,6 +131,15 @@ def test_arrows_run_down() -> None:
 def test_the_trainer_knows_neither_commands_nor_the_command_line() -> None:
     names = {name for _, name in imports(ROOT / "trainer.py")}
     assert not any(name.startswith(("equigrad.commands", "equigrad.cli")) for name in names)
+
+
+def test_plans_know_what_is_known_before_a_run_and_how_to_draw_and_nothing_that_runs() -> None:
+    known = {"config", "schedule", "plan", "errors", "files", "observe.charts", "observe.text"}
+    known |= {"memory.estimate", "models.parts", "models.specs"}
+    for file in (file for file in FILES if room(module(file)) == "plan"):
+        for _, name in imports(file):
+            inside = name.removeprefix("equigrad.")
+            assert room(name) != "equigrad" or room(inside) in known or inside in known, f"{file} imports {name}"
 
 
 def test_models_are_written_on_the_op_set_alone() -> None:

@@ -36,16 +36,17 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
     return make_job(tree, str(path or "the embedded quickstart"), origin)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file; ``UserError`` with file and line where that fails."""
+def read_toml(path: Path, what: str = "job") -> dict[str, Any]:
+    """Parse a TOML file; ``UserError`` with file and line where that fails. ``what`` the file should be of."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"no job file at {path}") from None
+        raise UserError(f"no {what} file at {path}") from None
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder; the job of a run is {path / 'job.toml'}") from None
+        hint = f"; the job of a run is {path / 'job.toml'}" if what == "job" else ""
+        raise UserError(f"{path} is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read job file {path}: {error}") from None
+        raise UserError(f"cannot read {what} file {path}: {error}") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, or as many brackets, too
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
