@@ -6,21 +6,19 @@ Everything is a function of the rollouts, in whatever order they came; sums are 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from equigrad.config.policy import Policy
-from equigrad.data.samples import Sample, SampleRef
-from equigrad.data.stream import Batch
+from equigrad.data.samples import Sample
 from equigrad.numerics.exact.elementary import exp
 from equigrad.objectives.objective import Component, Mixture, Streams
 from equigrad.objectives.policy import FARTHEST, KL, Exp, TokenLoss, divergence, likelihood
 from equigrad.rl.algorithms.algorithm import Algorithm
 from equigrad.rl.rollouts import Rollout
+from equigrad.rl.samples import Samples, known, together
 
 POLICY_WEIGHT, LIKELIHOOD_WEIGHT = "policy_weight", "likelihood_weight"
 Scores = Sequence[Sequence[np.ndarray]]
@@ -28,37 +26,31 @@ Scores = Sequence[Sequence[np.ndarray]]
 that are learned from are looked at."""
 
 
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """The samples of a step, and who reads them."""
-
-    samples: tuple[Sample, ...]
-    refs: tuple[SampleRef, ...]
-
-    def read(self, ref: SampleRef) -> Sample:
-        return self.samples[ref.document]
-
-    def batch(self, step: int) -> Batch:
-        """All of them as a step."""
-        tokens, labels = (sum(getattr(ref, name) for ref in self.refs) for name in ("length", "loss_tokens"))
-        return Batch(step, self.refs, tokens, labels)
-
-
-def objective(algorithm: Algorithm, likelihood_coefficient: float = 0.0) -> Mixture:
-    """What is minimised of the samples that ``samples`` makes: the algorithm's own loss; the divergence from the
-    reference, where it has one; and where samples to imitate are mixed in, ``likelihood_coefficient`` times their
-    cross-entropy."""
-    config = algorithm.config
-    parts = [Component("policy", POLICY_WEIGHT, algorithm.reads, algorithm.loss)]
-    if config.kl and config.kl_in == "loss":
-        parts.append(Component("kl", POLICY_WEIGHT, ("reference_logprob",), partial(_kl, config.kl_kind), config.kl))
+def objective(
+    algorithm: Algorithm | None, likelihood_coefficient: float = 0.0, distillation_coefficient: float = 0.0
+) -> Mixture:
+    """What is minimised of the samples that ``samples`` makes, one after the other where it is wanted: the algorithm's
+    own loss, and the divergence from the reference; the divergence from a teacher, of which the slope at sampled tokens
+    is that of k2 (on-policy distillation: Agarwal et al., arXiv 2306.13649); the cross-entropy of samples to imitate.
+    """
+    parts = []
+    if algorithm is not None:
+        config = algorithm.config
+        parts.append(Component("policy", POLICY_WEIGHT, algorithm.reads, algorithm.loss))
+        if config.kl and config.kl_in == "loss":
+            parts.append(_divergence("kl", "reference_logprob", config.kl_kind, config.kl))
+    if distillation_coefficient:
+        parts.append(_divergence("distillation", "teacher_logprob", "k2", distillation_coefficient))
     if likelihood_coefficient:
         parts.append(Component("likelihood", LIKELIHOOD_WEIGHT, (), _likelihood, likelihood_coefficient))
     return Mixture(parts)
 
 
-def _kl(kind: KL, logprob: Tensor, known: Streams, exp: Exp) -> TokenLoss:
-    return divergence(logprob, known["reference_logprob"], kind, exp)
+def _divergence(name: str, other: str, kind: KL, coefficient: float) -> Component:
+    def loss(logprob: Tensor, known: Streams, exp: Exp) -> TokenLoss:
+        return divergence(logprob, known[other], kind, exp)
+
+    return Component(name, POLICY_WEIGHT, (other,), loss, coefficient)
 
 
 def _likelihood(logprob: Tensor, known: Streams, exp: Exp) -> TokenLoss:
@@ -71,12 +63,14 @@ def samples(
     old: Scores | None = None,
     now: Scores | None = None,
     reference: Scores | None = None,
+    teacher: Scores | None = None,
     imitated: Sequence[Sample] = (),
 ) -> Samples:
     """
     old:       under the trainer's weights before the update; None: those of sampling
     now:       under the present ones, for algorithms whose ratio is of whole rollouts; None: ``old``
     reference: under the reference model, where a divergence from it is wanted
+    teacher:   under a model to learn from
     imitated:  samples whose labels in the loss are to become likelier, beside the rollouts
 
     Of rollouts and segments without a token to learn from there is no sample. Order and splitting of rollouts change no
@@ -98,35 +92,22 @@ def samples(
         for place, segment in enumerate(rollout.segments):
             if not segment.learned.any():
                 continue
-            known = {"logprob": segment.logprob, "old_logprob": old[number][place]}
-            known |= {"advantage": np.full(len(segment.sampled), advantage), "sequence_ratio": ratio}
-            known[POLICY_WEIGHT] = np.zeros(len(segment.sampled))
-            known[POLICY_WEIGHT][segment.learned] = weight * correction[place]
+            streams = {"logprob": segment.logprob, "old_logprob": old[number][place], "sequence_ratio": ratio}
+            streams |= {"advantage": np.full(len(segment.sampled), advantage)}
+            streams[POLICY_WEIGHT] = np.zeros(len(segment.sampled))
+            streams[POLICY_WEIGHT][segment.learned] = weight * correction[place]
+            if teacher is not None:
+                streams["teacher_logprob"] = teacher[number][place]
             if reference is not None:
-                known["reference_logprob"] = reference[number][place]
+                streams["reference_logprob"] = reference[number][place]
                 if algorithm.config.kl_in == "reward":
-                    apart = np.subtract(known["old_logprob"], known["reference_logprob"], dtype=np.float64)
-                    known["advantage"] = known["advantage"] - algorithm.config.kl * apart
-            made.append((_sample(segment.ids[:-1], segment.ids[1:], segment.learned, known), group))
+                    apart = np.subtract(streams["old_logprob"], streams["reference_logprob"], dtype=np.float64)
+                    streams["advantage"] = streams["advantage"] - algorithm.config.kl * apart
+            plain = {"ids": segment.ids[:-1], "labels": segment.ids[1:], "loss": segment.learned}
+            made.append((known(Sample(plain), streams), group))
     count = sum(int(sample.loss.sum()) for sample in imitated)
-    for sample in imitated:
-        weight_of_each = np.full(len(sample), 1 / max(count, 1))
-        made.append((_sample(sample.ids, sample.labels, sample.loss, {LIKELIHOOD_WEIGHT: weight_of_each}), None))
-    return _alike(made)
-
-
-def _alike(made: Sequence[tuple[Sample, int | None]]) -> Samples:
-    """All with the same streams: what is not known of a sample counts for nothing there."""
-    names = sorted({name for sample, _ in made for name in sample.streams})
-    refs = [SampleRef(0, i, 0, len(s), int(s.loss.sum()), group=group) for i, (s, group) in enumerate(made)]
-    return Samples(tuple(Sample({n: s.streams.get(n, np.zeros(len(s))) for n in names}) for s, _ in made), tuple(refs))
-
-
-def _sample(ids: np.ndarray, labels: np.ndarray, loss: np.ndarray, known: dict[str, np.ndarray]) -> Sample:
-    """What is known of tokens that are in no loss is 0, whatever it was."""
-    with np.errstate(invalid="ignore"):
-        cleared = {name: np.where(loss, stream, 0.0).astype(np.float64) for name, stream in known.items()}
-    return Sample({"ids": ids, "labels": labels, "loss": loss, **cleared})
+    made += [(known(sample, {LIKELIHOOD_WEIGHT: 1 / max(count, 1)}), None) for sample in imitated]
+    return together(made)
 
 
 def _apart(rollout: Rollout, at: Sequence[np.ndarray], than: Sequence[np.ndarray]) -> list[np.ndarray]:

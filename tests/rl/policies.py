@@ -12,8 +12,9 @@ from equigrad.data.samples import Sample, SampleRef
 from equigrad.data.stream import Batch
 from equigrad.parallel.stop import StopRequest
 from equigrad.rl.algorithms import algorithm
-from equigrad.rl.batch import Samples, objective, samples
+from equigrad.rl.batch import objective, samples
 from equigrad.rl.rollouts import Rollout, Segment
+from equigrad.rl.samples import Samples
 from equigrad.trainer import Trainer
 from tests.jobs import assemble, pool_world
 from tests.parallel.layouts import Layout
@@ -77,7 +78,7 @@ def made(name: str, given: Sequence[Rollout], policy: dict[str, Any], mixed: boo
     chosen = algorithm(Policy.model_validate({"name": name, **policy}))
     own = [[segment.logprob.astype(np.float64) for segment in rollout.segments] for rollout in given]
     old, now, reference = ([[x + f * np.sin(37 * x) for x in of] for of in own] for f in (0.1, 0.2, 0.4))
-    found = samples(given, chosen, old, now, reference if chosen.config.kl else None, imitated() if mixed else ())
+    found = samples(given, chosen, old, now, reference if chosen.config.kl else None, None, imitated() if mixed else ())
     return found, objective(chosen, 0.3 if mixed else 0.0)
 
 
