@@ -25,13 +25,8 @@ def rollout(name: str, group: str, reward: float, tokens: int = 3, logprob: floa
     return Rollout(name, group, (Segment(np.arange(tokens + 2), sampled, at, np.zeros(tokens + 1, np.int64)),), reward)
 
 
-UNEVEN = [
-    rollout("a", "x", 1.0),
-    rollout("b", "y", 0.0),
-    rollout("c", "x", 0.0),
-    rollout("d", "x", 5.0),
-    rollout("e", "z", 9.0),
-]
+REWARDS = {"a": ("x", 1.0), "b": ("y", 0.0), "c": ("x", 0.0), "d": ("x", 5.0), "e": ("z", 9.0)}
+UNEVEN = [rollout(name, *of) for name, of in REWARDS.items()]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Scores of a batch are those of the model on every layout, and a step on preferences has the gradient of its formula."""
+"""Scores of a batch are the model's on every layout, and a step on preferences has the gradient of its formula."""
 
 from pathlib import Path
 from typing import Any
