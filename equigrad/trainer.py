@@ -152,6 +152,7 @@ class Trainer:
         facts = {
             "schedule": {"samples": batch.samples, "rounds": schedule.rounds},
             "normaliser": {"loss tokens": batch.loss_tokens, "tokens": batch.tokens},
+            "contents": batch.contents,
             "data cursor": self.stream.cursor(),
             "configuration": self._configuration,
         }

@@ -31,6 +31,8 @@ class Batch:
     """Input tokens."""
     loss_tokens: int
     """Labels in the loss: the step's normaliser."""
+    contents: str = ""
+    """SHA-256 of the samples, where ranks have not read them from the same files."""
 
 
 @dataclass(frozen=True)

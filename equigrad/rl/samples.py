@@ -1,5 +1,6 @@
 """The samples of a step that did not come from a source of data, with what is known of their tokens."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,15 @@ class Samples:
     def batch(self, step: int) -> Batch:
         """All of them as a step."""
         tokens, labels = (sum(getattr(ref, name) for ref in self.refs) for name in ("length", "loss_tokens"))
-        return Batch(step, self.refs, tokens, labels)
+        return Batch(step, self.refs, tokens, labels, self._digest())
+
+    def _digest(self) -> str:
+        found = hashlib.sha256()
+        for sample in self.samples:
+            for name, stream in sorted(sample.streams.items()):
+                found.update(f"{name} {len(stream)} {stream.dtype.str} ".encode())
+                found.update(np.ascontiguousarray(stream).data)
+        return found.hexdigest()
 
 
 def known(sample: Sample, streams: Mapping[str, np.ndarray | float]) -> Sample:

@@ -2,6 +2,7 @@
 micro-batches, or into how many samples a rollout was split."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from equigrad.config.policy import Policy
 from equigrad.numerics.row import Row
+from equigrad.parallel.stop import StopRequest
 from equigrad.rl.rollouts import Rollout
-from tests.jobs import make_trainer
+from equigrad.trainer import Trainer
+from tests.jobs import make_trainer, pool_world
 from tests.parallel.layouts import Layout
 from tests.parallel.outcomes import Pools, close, layout_job
-from tests.rl.policies import KL, NAMES, imitated, policy_step, rollouts
+from tests.rl.policies import KL, NAMES, Given, imitated, made, policy_step, rollouts
 
 DENSE: dict[str, Any] = {"model__initializer_range": 0.2, "batch__row_tokens": 64}
 SMALL_ROWS = DENSE | {"batch__row_tokens": 48}
@@ -137,3 +141,24 @@ def test_layouts_change_nothing(workers: Pools, tmp_path: Path, alone: Any, layo
     for found in workers(size).run(every, layout, kind, tmp_path):
         for name in NAMES:
             same(found[name], alone(name, kind, True), kind == "exact")
+
+
+def disagreeing(folder: Path) -> str:
+    """Rank 1 has another reward."""
+    job = layout_job({"dp_shard": 2}, **DENSE)
+    given = rollouts()
+    if dist.get_rank() == 1:
+        given[0] = replace(given[0], reward=given[0].reward + 1)
+    found, minimised = made("grpo", given, {}, False)
+    trainer = Trainer(job, folder, pool_world(job), Given(found), minimised)  # type: ignore[arg-type]
+    trainer.initialize(0)
+    try:
+        trainer.update(trainer.stream.next_batch(), StopRequest())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_have_other_rollouts_say_so_before_any_work(workers: Pools, tmp_path: Path) -> None:
+    for error in workers(2).run(disagreeing, tmp_path):
+        assert "contents" in error
