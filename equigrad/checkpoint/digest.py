@@ -71,6 +71,12 @@ def tree(tensors: Mapping[str, Placed], group: dist.ProcessGroup | None = None) 
     return _tree(nodes)
 
 
+def tree_of_tensors(tensors: Mapping[str, Tensor]) -> Tree:
+    """The digest of whole tensors that this process has. Equal to ``tree`` of the same, wherever their boxes are."""
+    with ThreadPoolExecutor() as pool:
+        return _tree({name: _node(name, tensor, pool) for name, tensor in tensors.items()})
+
+
 def digest_files(path: Path, prefix: str = "model.") -> str:
     """The root alone of ``tree_of_files``."""
     return tree_of_files(path, prefix).root
