@@ -124,7 +124,10 @@ def _where(name: str, a: Tensor, b: Tensor, manifest: Manifest) -> str:
 def compare_values(one: Case, other: Case, steps: int, dtype: str, native: Case | None = None) -> Comparison:
     """How far ``other`` deviates, which has the parameters of ``one`` before each step. ``native``: one process that is
     like ``other`` but for the layout, by which is judged what rounding does to each parameter."""
-    found, worst = Comparison(deviation=dict.fromkeys(("loss", "gradient norm", "gradient", "update"), 0.0)), -1.0
+    found, worst = (
+        Comparison(deviation=dict.fromkeys(("loss", "gradient norm", "gradient", "update", "moment"), 0.0)),
+        -1.0,
+    )
 
     def see(kind: str, what: str, step: int, deviation: float, limit: float) -> None:
         nonlocal worst
@@ -158,11 +161,12 @@ def compare_values(one: Case, other: Case, steps: int, dtype: str, native: Case 
         for kind, prefix, before, bound, floor in (
             ("gradient", "grad.", None, bounds.gradient, _FLOOR[dtype] * norm[0]),
             ("update", "model.", one.steps / step_name(step - 1), bounds.update, 0.0),
+            ("moment", "optim.", one.steps / step_name(step - 1), bounds.update, 0.0),
         ):
             for name, size, *off in _distances(paths, prefix, before):
                 if kind == "gradient" and size <= floor:
                     unknown.add(name)
-                if kind == "update" and name in unknown:
+                if kind != "gradient" and (name if kind == "update" else name.split(".", 1)[1]) in unknown:
                     continue
                 size = max(size, floor, *(_TIMES_ONE * d / bound for d in off[1:]), _NOTHING)
                 see(kind, name, step, off[0] / size, bound)

@@ -27,6 +27,12 @@ FAULTS = {
     whole = t.learning_rate
     t.learning_rate = lambda *a: whole(*a) * 1.25
 """,
+    # Second moments decay as those of another publication.
+    "another decay": """
+    import equigrad.optim.adamw as a
+    whole = a.adamw
+    a.adamw = lambda *tensors, beta2, **numbers: whole(*tensors, beta2=0.99, **numbers)
+""",
     # Positions of one rank are one too far.
     "a rotary offset": """
     import equigrad.rows as r
@@ -82,6 +88,7 @@ def test_native_numerics_deviate_by_rounding(tmp_path: Path) -> None:
         ("a missing all-reduce", "tp2"),
         ("a rotary offset", "cp2"),
         ("a wrong learning rate", "dp2"),
+        ("another decay", "dp2"),
     ],
 )
 def test_a_planted_bug_is_called_one(tmp_path: Path, fault: str, layout: str) -> None:
@@ -90,7 +97,9 @@ def test_a_planted_bug_is_called_one(tmp_path: Path, fault: str, layout: str) ->
     assert code == 1, text
     assert [case["ok"] for case in cases] == [True, False]  # one process has no such fault
     assert "A BUG, not rounding" in text
-    assert (cases[1]["deviation"]["gradient"] < 1e-3) == (fault == "a wrong learning rate")  # which is not in it
+    assert (cases[1]["deviation"]["gradient"] < 1e-3) == (
+        fault in ("a wrong learning rate", "another decay")
+    )  # which is not in it
 
 
 def test_exact_numerics_say_where_a_difference_begins(tmp_path: Path) -> None:
