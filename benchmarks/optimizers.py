@@ -171,7 +171,7 @@ def main() -> None:
     print(f"{'rule':<18} {'best lr':>8}  held-out loss of {OPTIONS.seeds} seeds   state bytes/parameter")
     for name, s in sorted(summary.items(), key=lambda item: item[1]["mean"]):
         print(f"{name:<18} {s['lr']:>8.2g}  {s['mean']:.4f} +- {s['deviation']:.4f} {s['losses']}"
-              f"  {s['state_bytes_per_parameter']:.2f}")  # fmt: skip
+              f"  {s['state_bytes_per_parameter']:.2f}  {s['ms_per_step']['median']:.0f} ms a step, {s['trials']} trials")  # fmt: skip
     for name in names:
         show(f"{name}, a step / adamw's", summary[name]["step_over_adamw"])
     write(OPTIONS.json, {"summary": summary, "runs": list(done.values())})
@@ -198,7 +198,8 @@ def summarised(name: str, lr: float, done: dict[Any, Any], seconds: dict[str, li
     losses = [result["held_out_loss"] for result in runs]
     return {
         "lr": lr, "losses": [round(loss, 4) for loss in losses], "mean": statistics.fmean(losses),
-        "deviation": statistics.stdev(losses) if len(losses) > 1 else 0.0,
+        "deviation": statistics.stdev(losses) if len(losses) > 1 and all(map(math.isfinite, losses)) else 0.0,
+        "trials": sum(rule == name and seed == 0 for rule, _, seed in done),
         "search": {str(at): result["train_loss"] for (rule, at, seed), result in sorted(done.items())
                    if rule == name and seed == 0},
         "ms_per_step": spread([1e3 * s for s in seconds[name]]),
@@ -208,7 +209,7 @@ def summarised(name: str, lr: float, done: dict[Any, Any], seconds: dict[str, li
 
 
 def draw(summary: dict[str, Any], done: dict[Any, Any], path: Path) -> None:
-    """Held-out loss against tokens and against seconds, the mean of the seeds."""
+    """Held-out loss, of the same part of that text, against tokens and against seconds; the mean of the seeds."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -218,6 +219,9 @@ def draw(summary: dict[str, Any], done: dict[Any, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for name, of in summary.items():
         curves = [curve for seed in range(1, OPTIONS.seeds + 1) if (curve := done[name, of["lr"], seed]["curve"])]
+        if len(curves) < OPTIONS.seeds:
+            continue  # it diverged, and what is left of it would flatter it
+        curves = [curve[:-1] for curve in curves]  # the last is of all the held-out text, the others of a part
         points = [[statistics.fmean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=False)]
         second = of["ms_per_step"]["median"] / 1e3 / STEP
         for axis, unit in zip(axes, (1.0, second), strict=True):

@@ -13,6 +13,7 @@ from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
 from equigrad.data.stream import Batch, Stream
+from equigrad.errors import UserError
 from equigrad.evaluation import Evaluation, Stopped, evaluate
 from equigrad.execution import Execution, Outcome
 from equigrad.models.balance import Balance
@@ -49,6 +50,11 @@ class Trainer:
         """``objective``: what is minimised; by default the cross-entropy of the tokens in the loss."""
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
         self.objective = objective or LanguageModel()
+        if job.model.mtp_layers and objective is not None:
+            raise UserError(
+                f"model.mtp_layers = {job.model.mtp_layers}: multi-token prediction imitates every token in the loss;"
+                " train it with cross-entropy alone"
+            )
         self.parts = build_parts(job, world)
         self.specs = parameter_specs(job.model, job.lora)
         self.parameters = {name: placed for part in self.parts.values() for name, placed in part.placed().items()}

@@ -29,8 +29,8 @@ USES: dict[str, set[str]] = {
     "lion": {"lion_betas"},
     "muon": {"betas", "eps", "momentum", "nesterov", "update_scale", *_PRODUCTS},
     "normuon": {"betas", "eps", "momentum", "nesterov", "row_beta", "update_scale", *_PRODUCTS},
-    "lionmuon": {"lion_betas", "period", "lion_lr", "update_scale", *_PRODUCTS},
-    "signmuon": {"momentum", "period", "lion_lr", "update_scale", *_PRODUCTS},
+    "lionmuon": {"betas", "eps", "lion_betas", "period", "lion_lr", "update_scale", *_PRODUCTS},
+    "signmuon": {"betas", "eps", "momentum", "period", "lion_lr", "update_scale", *_PRODUCTS},
     "meqmuon": {"momentum", "meq_scale", *_PRODUCTS},
 }
 """Of the keys that belong to some rules only, those that each rule reads."""

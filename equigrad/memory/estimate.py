@@ -78,7 +78,7 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
 
 def moments(optim: Optim, spec: Spec) -> int:
     """How many float32 numbers a rule keeps for each entry of a parameter; NorMuon's, one a row, are not counted."""
-    two = optim.name == "adamw" or (optim.name in ("muon", "normuon") and not spec.is_matrix)
+    two = optim.name == "adamw" or (optim.name not in ("lion", "meqmuon") and not spec.is_matrix)
     return 2 if two else 1
 
 
@@ -90,12 +90,12 @@ def _orthogonal(job: Job, matrices: Mapping[str, Spec], kept: Mapping[str, int])
     exact, ranks = job.numerics.kind == "exact", job.layout.world_size // job.layout.pp
     size = 2 if job.numerics.dtype == "bfloat16" and not exact else 4
     largest = max(s.shape[-2] * s.shape[-1] for s in matrices.values())
-    of_rank = -(-sum(s.numel for s in matrices.values()) // ranks)
-    wave = min(of_rank, max(WAVE_ENTRIES, largest))
+    of_rank, here = -(-sum(s.numel for s in matrices.values()) // ranks), sum(kept[name] for name in matrices)
+    wave, part = (min(entries, max(WAVE_ENTRIES, largest)) for entries in (of_rank, here))
     at_once = min(wave, max(WAVE_ENTRIES // 4, largest))
     # Parts of three waves, whole matrices of two, messages there and back, in and out; and what is made on the way.
-    parts = 4 * max(3 * wave, max(kept[name] for name in matrices))
-    messages = 4 * wave * size if ranks > 1 else 0
+    parts = 4 * max(3 * part, max(kept[name] for name in matrices))
+    messages = 4 * max(wave, part) * size if ranks > 1 else 0
     return parts + 2 * wave * size + messages + at_once * (60 if exact else 5 * size)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 Exp = Callable[[Tensor], Tensor]
 KL = Literal["k1", "k2", "k3"]
 
-FARTHEST = 40.0
+FARTHEST = 20.0
 """Log-probabilities further apart than this count as so far apart: ratios stay finite, and nothing times zero."""
 
 
@@ -55,8 +55,8 @@ def weighted(ratio: Tensor, logprob: Tensor, advantage: Tensor, low: float, high
 
 def trusted(loss: TokenLoss, logprob: Tensor, sampled: Tensor, advantage: Tensor, most: float, exp: Exp) -> TokenLoss:
     """``loss`` without slope where the token's probability is further than ``most`` from that with which it was
-    sampled, and the advantage takes it further: the trust region of a divergence (total variation of token or not) in
-    the place of one of ratios (DPPO)."""
+    sampled, and the advantage takes it further: the trust region of a divergence, total variation of the token against
+    all others, beside that of ratios (DPPO)."""
     off = exp(logprob) - exp(sampled)
     leaves = (off.abs() > most) & (off * advantage > 0)
     return TokenLoss(loss.value, torch.where(leaves, 0.0, loss.slope))

@@ -150,13 +150,17 @@ class Assignment:
         return [owners[number] for number in range(len(self.matrices))]
 
     def _waves(self) -> Iterator[list[int]]:
-        """Of what each rank works on about as much in each, and no more than memory has room for; matrices of one shape
-        together."""
+        """Of what each rank works on about as much in each, and no more than memory has room for, of what a rank has
+        and sends either: as many entries as it has, where there are copies. Matrices of one shape together."""
         own: list[list[int]] = [[] for _ in range(self._ranks)]
         for number in self._costliest:
             own[self.owners[number]].append(number)
         entries = [sum(self.matrices[number].numel for number in some) for some in own]
-        count = max(_WAVES if self._ranks > 1 else 1, ceil(max(entries) / WAVE_ENTRIES))
+        here = [0] * self._ranks
+        for holders in self._held.values():
+            for held in holders:
+                here[held.rank] += held.of_each * len(held.members)
+        count = max(_WAVES if self._ranks > 1 else 1, ceil(max(*entries, *here) / WAVE_ENTRIES))
         waves: list[list[int]] = [[] for _ in range(count)]
         for some, total in zip(own, entries, strict=True):
             done = 0
@@ -184,6 +188,9 @@ class Assignment:
                 box = held.members.start, held.rows.start, held.columns.start
                 if box not in nearest or abs(held.rank - owner) < abs(nearest[box][0] - owner):
                     nearest[box] = held.rank, part
+            found = sum((p.at.stop - p.at.start) * _each(p) for _, p in nearest.values())
+            if found != len(run) * matrix.numel:
+                raise ValueError(f"the boxes of {matrix.name} overlap or leave a gap")
             for source, part in nearest.values():
                 there.add(part, source, owner, rank)
         return Wave(there, back, [(len(some), *shape) for shape, some in alike.items()], first, last)
@@ -197,6 +204,11 @@ class Assignment:
 
         for _, run in groupby(enumerate(numbers), key):
             yield [number for _, number in run]
+
+
+def _each(part: Part) -> int:
+    """Entries of each member."""
+    return (part.rows.stop - part.rows.start) * (part.columns.stop - part.columns.start)
 
 
 def _matrices(at: Placement) -> Iterator[Matrix]:

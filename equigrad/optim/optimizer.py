@@ -61,12 +61,10 @@ class Optimizer:
         else:
             self._muon = _MUONS[config.name](config, matrices, rates, arithmetic, axis)
             others: Rule
-            if config.name in ("muon", "normuon"):
-                others = adamw(config, rest, rates)
-            elif config.name == "meqmuon":
+            if config.name == "meqmuon":
                 others = Equalized(config, rest, rates, arithmetic, axis)
             else:
-                others = Lion(config, rest, Rates(config, specs, config.sign_lr), arithmetic)
+                others = adamw(config, rest, rates)
             self._rules = [self._muon, others]
 
     @property

@@ -9,15 +9,14 @@ from equigrad.models.specs import Spec
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rate and decay of each parameter. ``scale``: of all of them, in parts of the rate that is given."""
+    """Learning rate and decay of each parameter."""
 
     config: Optim
     specs: Mapping[str, Spec]
-    scale: float = 1.0
 
     def __call__(self, name: str, lr: float) -> tuple[float, float]:
         """Of a parameter, its rate and its decay, which is to be multiplied by the rate: vectors do not decay."""
         role = self.specs[name].role
         of_role = {"embedding": self.config.embedding_lr, "head": self.config.head_lr, "vector": self.config.vector_lr}
         decay = 0.0 if role == "vector" else self.config.weight_decay
-        return lr * self.scale * of_role.get(role, 1.0), decay
+        return lr * of_role.get(role, 1.0), decay

@@ -5,7 +5,7 @@ Everything is a function of the rollouts, in whatever order they came; sums are 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ def samples(
 ) -> Samples:
     """
     old:       under the trainer's weights before the update; None: those of sampling
-    now:       under the present ones, for algorithms whose ratio is of whole rollouts; None: ``old``
+    now:       under the present ones, which algorithms need whose ratio is of whole rollouts
     reference: under the reference model, where a divergence from it is wanted
     teacher:   under a model to learn from
     imitated:  samples whose labels in the loss are to become likelier, beside the rollouts
@@ -76,38 +76,60 @@ def samples(
     Of rollouts and segments without a token to learn from there is no sample. Order and splitting of rollouts change no
     number: weights and advantages are of whole rollouts.
     """
+    config = algorithm.config
+    _check(algorithm, rollouts, {"old": old, "now": now, "reference": reference, "teacher": teacher})
     sampling = [[segment.logprob for segment in rollout.segments] for rollout in rollouts]
     old = sampling if old is None else old
     now = old if now is None else now
     numbers = [number for number, rollout in enumerate(rollouts) if rollout.tokens]
     counted = [rollouts[number] for number in numbers]
-    of_each = zip(numbers, counted, algorithm.advantages(counted), algorithm.weights(counted), strict=True)
+    penalties = None
+    if reference is not None and config.kl_in == "reward":
+        penalties = [_spread(rollouts[n], _apart(rollouts[n], old[n], reference[n]), config.kl) for n in numbers]
+    of_each = zip(numbers, counted, algorithm.of_tokens(counted, penalties), algorithm.weights(counted), strict=True)
     made, groups = list[tuple[Sample, int | None]](), dict[str, int]()
-    for number, rollout, advantage, weight in of_each:
+    for number, rollout, advantages, weight in of_each:
         group = groups.setdefault(rollout.group, len(groups))
-        off = _apart(rollout, old[number], sampling[number])
         moved = np.concatenate(_apart(rollout, now[number], old[number]))
-        ratio = _exp(np.array([math.fsum(moved.tolist()) / rollout.tokens]))
-        correction = _correction(algorithm.config, off)
+        (ratio,) = _exp(np.array([math.fsum(moved.tolist()) / rollout.tokens]))
+        correction = _correction(config, _apart(rollout, old[number], sampling[number]))
         for place, segment in enumerate(rollout.segments):
             if not segment.learned.any():
                 continue
-            streams = {"logprob": segment.logprob, "old_logprob": old[number][place], "sequence_ratio": ratio}
-            streams |= {"advantage": np.full(len(segment.sampled), advantage)}
+            streams = {"logprob": segment.logprob, "old_logprob": old[number][place], "advantage": advantages[place]}
             streams[POLICY_WEIGHT] = np.zeros(len(segment.sampled))
             streams[POLICY_WEIGHT][segment.learned] = weight * correction[place]
+            if algorithm.of_sequences:
+                streams["sequence_ratio"] = np.full(len(segment.sampled), ratio)
             if teacher is not None:
                 streams["teacher_logprob"] = teacher[number][place]
             if reference is not None:
                 streams["reference_logprob"] = reference[number][place]
-                if algorithm.config.kl_in == "reward":
-                    apart = np.subtract(streams["old_logprob"], streams["reference_logprob"], dtype=np.float64)
-                    streams["advantage"] = streams["advantage"] - algorithm.config.kl * apart
             plain = {"ids": segment.ids[:-1], "labels": segment.ids[1:], "loss": segment.learned}
             made.append((known(Sample(plain), streams), group))
     count = sum(int(sample.loss.sum()) for sample in imitated)
     made += [(known(sample, {LIKELIHOOD_WEIGHT: 1 / max(count, 1)}), None) for sample in imitated]
     return together(made)
+
+
+def _check(algorithm: Algorithm, rollouts: Sequence[Rollout], scores: Mapping[str, Scores | None]) -> None:
+    """``ValueError`` for scores that are missing, or no numbers where they are looked at."""
+    config = algorithm.config
+    needed = {"old": config.correction != "none", "now": algorithm.of_sequences, "reference": config.kl > 0}
+    for name, found in scores.items():
+        if found is None and needed.get(name):
+            raise ValueError(f"{config.name} with these settings needs {name!r}: log-probabilities of the rollouts")
+        for rollout, own in zip(rollouts, found or (), strict=found is not None):
+            if not all(np.isfinite(x[s.learned]).all() for s, x in zip(rollout.segments, own, strict=True)):
+                raise ValueError(f"{name!r} of rollout {rollout.id} has log-probabilities that are no numbers")
+
+
+def _spread(rollout: Rollout, values: Sequence[np.ndarray], factor: float) -> list[np.ndarray]:
+    """Of each segment, the values where it is learned from, and elsewhere 0."""
+    found = [np.zeros(len(segment.sampled)) for segment in rollout.segments]
+    for whole, segment, own in zip(found, rollout.segments, values, strict=True):
+        whole[segment.learned] = factor * own
+    return found
 
 
 def _apart(rollout: Rollout, at: Sequence[np.ndarray], than: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -49,6 +49,8 @@ def samples(
     The mean over pairs of -log sigmoid(m), with m = beta ((log p - log q)(chosen) - (log p - log q)(rejected)); its
     slope at each token of the chosen answer is -beta sigmoid(-m), and the opposite at the other's.
     """
+    if not pairs or not all(s.loss.any() for p in pairs for s in (p.chosen, p.rejected)):
+        raise ValueError("preferences are pairs of answers, each with a token in the loss")
     gains = [
         math.fsum(np.subtract(a[s.loss], b[s.loss], dtype=np.float64).tolist())
         for s, a, b in zip((s for p in pairs for s in (p.chosen, p.rejected)), now, reference, strict=True)

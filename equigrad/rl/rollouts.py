@@ -55,6 +55,10 @@ class Rollout:
     reward: float
     truncated: bool = False
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.reward):
+            raise ValueError(f"rollout {self.id} of group {self.group} has the reward {self.reward}")
+
     @property
     def tokens(self) -> int:
         """How many are learned from."""
@@ -84,4 +88,5 @@ def deviation(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     middle = mean(values)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+    apart = [value - middle for value in values]
+    return math.sqrt(math.fsum(off * off for off in apart) / (len(values) - 1))

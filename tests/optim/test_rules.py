@@ -138,8 +138,10 @@ class Transcribed:
 
     def lionmuon(self, g: Array, t: int) -> tuple[float, Array]:
         config = self.config
+        if not self.hidden:
+            return self.adamw(g, t)
         u = self.mixture(g, *(config.lion_betas if config.name == "lionmuon" else [config.momentum] * 2))
-        if self.hidden and t % config.period == 0:
+        if t % config.period == 0:
             return 1.0, self.scale() * self.orthogonal(u)
         return config.lion_lr or (1 / 20 if config.period < 5 else 1 / 40), np.sign(u)
 

@@ -35,7 +35,7 @@ UNEVEN = [rollout(name, *of) for name, of in REWARDS.items()]
         ("dr_grpo", [-1.0, 0.0, -2.0, 3.0, 0.0]),
         ("grpo", [-1 / math.sqrt(7), 0.0, -2 / math.sqrt(7), 3 / math.sqrt(7), 0.0]),
         ("rloo", [1 - 2.5, 0.0, 0 - 3.0, 5 - 0.5, 0.0]),
-        ("reinforce_pp", [(r - 3) / math.sqrt(15.5) for r in (1, 0, 0, 5, 9)]),
+        ("reinforce_pp", [(r - 3) / math.sqrt(13.2857142857) for r in (1, 0, 0, 5, 9)]),  # each reward three times
     ],
 )
 def test_advantages_are_of_groups_by_name_however_many_are_in_one(name: str, advantages: list[float]) -> None:
@@ -52,7 +52,9 @@ def test_the_order_of_rollouts_changes_no_bit(name: str) -> None:
         assert [of(given)[i] for i in order] == of(mixed)
 
 
-@pytest.mark.parametrize(("normaliser", "total"), [("token", 1.0), ("sequence", 1.0), ("constant", 15 / (5 * 7))])
+@pytest.mark.parametrize(
+    ("normaliser", "total"), [("token", 1.0), ("sequence", 1.0), ("constant", 15 / (5 * 7)), ("rollout", 3.0)]
+)
 def test_weights_are_the_normaliser_and_splitting_does_not_change_them(normaliser: str, total: float) -> None:
     """A rollout in three samples weighs as one in one (a rollout of three samples weighed three times as much)."""
     chosen = policy(normaliser=normaliser, longest=7)
@@ -118,12 +120,17 @@ def test_corrections_are_of_tokens_or_of_rollouts() -> None:
     assert corrected(whole | {"correction": "mask"}) == pytest.approx([0.0] * 3)
 
 
-def test_a_divergence_in_the_reward_is_taken_off_each_token() -> None:
-    scores = [[np.full(len(s.sampled), -2.0) for s in r.segments] for r in UNEVEN]
-    found = samples(UNEVEN, policy(name="dr_grpo", kl=0.1, kl_in="reward"), reference=scores)
-    plain = samples(UNEVEN, policy(name="dr_grpo"))
-    for a, b in zip(found.samples, plain.samples, strict=True):
-        assert a.streams["advantage"][a.loss] == pytest.approx(b.streams["advantage"][b.loss] - 0.1)
+def test_a_divergence_in_the_reward_is_taken_off_before_anything_is_made_of_it() -> None:
+    longer = [UNEVEN[0], rollout("b", "x", 1.0, tokens=5)]
+    scores = [[np.full(len(s.sampled), -2.0) for s in r.segments] for r in longer]  # sampled at -1
+    given = {"kl": 0.1, "kl_in": "reward"}
+    found = samples(longer, policy(name="dr_grpo", **given), reference=scores)
+    for sample, expected in zip(found.samples, (0.1, -0.1), strict=True):  # 1 - 0.3 and 1 - 0.5, less their mean
+        assert sample.streams["advantage"][sample.loss] == pytest.approx(expected)
+    found = samples(longer, policy(name="reinforce_pp", **given), reference=scores)
+    to_go = np.array([0.7, 0.8, 0.9, 0.5, 0.6, 0.7, 0.8, 0.9])
+    advantages = np.concatenate([s.streams["advantage"][s.loss] for s in found.samples])
+    assert advantages == pytest.approx((to_go - to_go.mean()) / to_go.std(ddof=1), rel=1e-4)
     assert objective(policy(kl=0.1, kl_in="reward")).sums == ("policy_loss",)
     assert objective(policy(kl=0.1), 0.5, 1.0).sums == (
         "policy_loss",
@@ -151,6 +158,40 @@ def test_an_algorithm_brings_the_values_of_its_publication(name: str) -> None:
     assert found.clip_high == 0.5
     for key, value in PRESETS[name].items():
         assert key == "clip_high" or getattr(found, key) == value
+    assert Policy.model_validate(found.model_dump()) == found
+
+
+PUBLISHED = {  # normaliser, lower and upper bound, as the publications have them
+    "grpo": ("sequence", 0.2, 0.2),
+    "dr_grpo": ("constant", 0.2, 0.2),
+    "dapo": ("token", 0.2, 0.28),
+    "gspo": ("sequence", 3e-4, 4e-4),
+    "reinforce_pp": ("token", 0.2, 0.2),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_those_values_are(name: str) -> None:
+    found = Policy.model_validate({"name": name})
+    assert (found.normaliser, found.clip_low, found.clip_high) == PUBLISHED[name]
+
+
+def test_scores_that_are_missing_or_no_numbers_are_told() -> None:
+    nan = [[np.full(len(s.sampled), math.nan) for s in r.segments] for r in UNEVEN]
+    for given, scores, why in (
+        ({"name": "gspo"}, {}, "'now'"),
+        ({"kl": 0.1}, {}, "'reference'"),
+        ({"correction": "mask"}, {}, "'old'"),
+        ({}, {"old": nan}, "'old' of rollout a"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            samples(UNEVEN, policy(**given), **scores)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_told(reward: float) -> None:
+    with pytest.raises(ValueError, match="rollout f of group x"):
+        rollout("f", "x", reward)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +199,6 @@ def test_an_algorithm_brings_the_values_of_its_publication(name: str) -> None:
     [
         ({"correction_low": 3.0}, "correction_low 3.0 is not below correction_high 2.0"),
         ({"name": "ppo"}, "grpo"),
-        ({"kl_in": "reward", "kl_kind": "k3"}, 'kl_kind = "k1"'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], why: str) -> None:

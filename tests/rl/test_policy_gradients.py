@@ -43,7 +43,8 @@ def formula(name: str, policy: Policy, given: list[Rollout], logprobs: list[Tens
             others = (group.sum() - rollout.reward) / (len(group) - 1) if len(group) > 1 else rollout.reward
             advantage = rollout.reward - others
         elif name == "reinforce_pp":
-            advantage = (rollout.reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
+            tokens = np.repeat(rewards, [int(m.sum()) for m in masks])
+            advantage = (rollout.reward - tokens.mean()) / (tokens.std(ddof=1) + 1e-6)
         else:
             advantage = (rollout.reward - group.mean()) / (spread + 1e-6)
         sampling = torch.from_numpy(rollout.segments[0].logprob.astype(np.float64))[mask]
