@@ -171,7 +171,8 @@ def main() -> None:
     print(f"{'rule':<18} {'best lr':>8}  held-out loss of {OPTIONS.seeds} seeds   state bytes/parameter")
     for name, s in sorted(summary.items(), key=lambda item: item[1]["mean"]):
         print(f"{name:<18} {s['lr']:>8.2g}  {s['mean']:.4f} +- {s['deviation']:.4f} {s['losses']}"
-              f"  {s['state_bytes_per_parameter']:.2f}  {s['ms_per_step']['median']:.0f} ms a step, {s['trials']} trials")  # fmt: skip
+              f"  {s['state_bytes_per_parameter']:.2f}"
+              f"  {s['ms_per_step']['median']:.0f} ms a step, {s['trials']} trials")  # fmt: skip
     for name in names:
         show(f"{name}, a step / adamw's", summary[name]["step_over_adamw"])
     write(OPTIONS.json, {"summary": summary, "runs": list(done.values())})
