@@ -233,13 +233,15 @@ class Decoder(nn.Module):
         x: Tensor | None = None,
         loads: Loads | None = None,
         ahead: Sequence[Ahead] = (),
+        temperature: float = 1.0,
     ) -> Tensor | tuple[Tensor, ...]:
         """Per-token cross-entropy [n] float32 of ``labels`` [n] given ``ids`` [T]; without labels the logits [n, V].
 
         ``at`` [n] int64 says at which tokens they are wanted; None: at all T of them. A part that is not the first goes
         on from the residual stream ``x`` [T, H], and one that is not the last returns it. ``loads`` takes up how the
         routers spread the tokens. ``ahead``, one for each module for multi-token prediction: their losses follow that
-        of ``labels``; without it they are ignored.
+        of ``labels``; without it they are ignored. Cross-entropies are those of the logits over ``temperature``; logits
+        are returned as they are.
         """
         ops, vocabulary = self.ops, self.config.vocabulary
         if x is None:
@@ -259,7 +261,7 @@ class Decoder(nn.Module):
         x = ops.norm(x, self.model.norm, self.config.rms_norm_eps, row, self.config.zero_centred_norm)
         if labels is None:
             return ops.logits(x, self.head, at, vocabulary, row)
-        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row)]
+        losses = [ops.cross_entropy(x, self.head, labels, at, vocabulary, row, temperature)]
         if branch is None:
             return losses[0]
         for block, tokens in zip(further, ahead, strict=True):
@@ -267,7 +269,7 @@ class Decoder(nn.Module):
             branch, x, load = block(branch, embedded, table, row)
             if load is not None:
                 loads[block.layer.index] = load
-            losses.append(ops.cross_entropy(x, self.head, tokens.labels, tokens.at, vocabulary, row))
+            losses.append(ops.cross_entropy(x, self.head, tokens.labels, tokens.at, vocabulary, row, temperature))
         return tuple(losses)
 
     @property
@@ -291,7 +293,7 @@ class Decoder(nn.Module):
         if scaling is None or scaling.kind != "dynamic":
             values, scale = self._frequencies
         else:
-            lengths = row.lengths if row.cache is None else tuple(row.cache.lengths.tolist())
+            lengths = row.lengths if row.cache is None else row.cache.row_lengths
             values, scale = frequencies(self.config, lengths, self.ops.power)
         return self.ops.rotary_table(values.to(row.positions.device), scale, row)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from equigrad.config.model import Model
 from equigrad.errors import UserError
+from equigrad.models.sampling import Rule, draw
 from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.ops import Ops
-from equigrad.numerics.random import key, splitmix64
 from equigrad.numerics.row import Row
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.partition import part_of
@@ -66,65 +66,61 @@ def generate(
     outputs: list[list[int]] = [[] for _ in prompts]
     if not prompts or max_tokens == 0:
         return outputs
-    lengths = [len(p) for p in prompts]
-    first_head, stop_head = part_of(config.kv_heads, tensor.size, tensor.rank)
-    cache = DecodingCache(
-        len(prompts),
-        max(lengths) + max_tokens,
-        stop_head - first_head,
-        config.head_size,
-        model.ops.dtype,
-        device,
-        tensor,
-        experts,
-    )
-    row = cache.prefill(lengths)
-    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-    logits = model(torch.tensor([t for p in prompts for t in p], device=device), row, at=ends)
+    cache = cache_for(model, len(prompts), max(map(len, prompts)) + max_tokens, tensor, experts)
+    row = cache.prefill([len(prompt) for prompt in prompts])
+    logits = model(torch.tensor([t for p in prompts for t in p], device=device), row, at=last_of(row))
     alive = list(range(len(prompts)))
-    streams = [key(seed, f"generate/{number}") for number in range(len(prompts))]
+    rules = [Rule.seeded(seed, f"generate/{number}", temperature, top_p) for number in alive]
     for position in range(max_tokens):
-        chosen = _choose(logits.float(), temperature, top_p, [streams[n] for n in alive], position)
-        chosen = _agreed(chosen, experts, device)
-        kept = []
-        for slot, (number, token) in enumerate(zip(alive, chosen, strict=True)):
-            if token not in stop:
+        drawn = draw(logits, model.ops, [rules[n] for n in alive], [position] * len(alive))
+        ended = set()
+        for slot, (number, token) in enumerate(zip(alive, agreed(drawn.ids, experts).tolist(), strict=True)):
+            if token in stop:
+                ended.add(slot)
+            else:
                 outputs[number].append(token)
-                kept.append(slot)
-        if not kept or position == max_tokens - 1:
+        if len(ended) == len(alive) or position == max_tokens - 1:
             break
-        if len(kept) < len(alive):
-            cache.keep(torch.tensor(kept, device=device))
-            alive = [alive[slot] for slot in kept]
+        if ended:
+            alive = [alive[slot] for slot in cache.drop(ended)]
         last = torch.tensor([outputs[number][-1] for number in alive], device=device)
         logits = model(last, cache.step())
     return outputs
 
 
-def _agreed(chosen: list[int], experts: Axis, device: torch.device) -> list[int]:
-    """What the first of the expert ranks chose. All have the same sequences, but each its own copy of a token in an
+def cache_for(model: LogitModel, slots: int, capacity: int, tensor: Axis, experts: Axis) -> DecodingCache:
+    """Room for what a model's layers keep, on this rank of the axis over which its features are divided."""
+    config = model.config
+    first, stop = part_of(config.kv_heads, tensor.size, tensor.rank)
+    kind = model.ops.dtype, model.device
+    return DecodingCache(slots, capacity, stop - first, config.head_size, *kind, tensor, experts)
+
+
+def cache_bytes(model: LogitModel, slots: int, capacity: int, tensor: Axis) -> int:
+    """What ``cache_for`` takes once every layer of the model has its room, all of which is on this rank unless a
+    pipeline divides it."""
+    config, linear = model.config, model.config.linear_attention
+    first, stop = part_of(config.kv_heads, tensor.size, tensor.rank)
+    of_token = 2 * (stop - first) * config.head_size * model.ops.dtype.itemsize
+    of_linear = 0
+    if linear is not None:
+        first, stop = part_of(linear.linear_num_key_heads, tensor.size, tensor.rank)
+        window = (linear.linear_conv_kernel_dim - 1) * sum(linear.mixed) * 4
+        # Of each value head one; in the type of parameters, which is that of sums.
+        state = linear.values_per_key * linear.linear_key_head_dim * linear.linear_value_head_dim
+        of_linear = (stop - first) * (window + state * model.ops.parameter_dtype.itemsize)
+    layers = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
+    return slots * (layers.count(False) * (1 + capacity) * of_token + layers.count(True) * of_linear)
+
+
+def last_of(row: Row) -> Tensor:
+    """The last token of each segment."""
+    return torch.tensor(row.lengths, device=row.positions.device).cumsum(0) - 1
+
+
+def agreed(values: Tensor, experts: Axis) -> Tensor:
+    """What the first of the expert ranks has. All have the same sequences, but each its own copy of a token in an
     expert's product, and there copies may be rounded differently."""
-    if experts.group is None:
-        return chosen
-    first = torch.tensor(chosen, device=device)
-    dist.broadcast(first, group=experts.group, group_src=0)
-    return first.tolist()
-
-
-def _choose(logits: Tensor, temperature: float, top_p: float, streams: Sequence[int], position: int) -> list[int]:
-    """One token id per row of ``logits`` [sequences, V]."""
-    if temperature == 0:
-        return logits.argmax(-1).tolist()
-    # On the CPU: a GPU adds up cumulative sums in whatever order. Less the maximum first: divided by a tiny temperature
-    # the logits themselves would overflow.
-    logits = logits.double().cpu()
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    probabilities, order = torch.softmax(scaled, -1).sort(dim=-1, descending=True, stable=True)
-    cumulative = probabilities.cumsum(-1)
-    mass = probabilities.masked_fill_(cumulative - probabilities >= top_p, 0.0).sum(-1, keepdim=True)
-    counter = torch.tensor(position, dtype=torch.int64)
-    uniform = [int(splitmix64(counter, stream)) / 2**64 + 0.5 for stream in streams]
-    threshold = torch.tensor(uniform, dtype=torch.float64)[:, None] * mass
-    choice = (probabilities.cumsum(-1) <= threshold).sum(-1, keepdim=True)
-    last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    return order.gather(-1, torch.minimum(choice, last)).squeeze(-1).tolist()
+    if experts.group is not None:
+        dist.broadcast(values, group=experts.group, group_src=0)
+    return values

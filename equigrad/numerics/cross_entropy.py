@@ -28,6 +28,7 @@ class Head:
     vocabulary: columns of the logits on all ranks together
     tensor:     the ranks that share them; None: they are all here
     scale:      of an adapter
+    temperature: what logits are divided by
     """
 
     dtype: torch.dtype
@@ -35,6 +36,7 @@ class Head:
     vocabulary: int
     tensor: Split | None
     scale: float
+    temperature: float = 1.0
 
     def probabilities(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax, in place, and the loss [n] of each label."""
@@ -89,7 +91,7 @@ class CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         xq = x.to(head.dtype)
         lowq = None if low is None else low.to(head.dtype) * head.scale
-        logits_of = _logits(xq, weight, lowq, b)
+        logits_of = _logits(xq, weight, lowq, b, head.temperature)
         tokens = x.shape[0]
         needed = any(ctx.needs_input_grad)
         keep = needed and tokens * head.vocabulary * 4 <= head.budget
@@ -122,9 +124,9 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _logits(
-    xq: Tensor, weight: Tensor, lowq: Tensor | None, b: Tensor | None
+    xq: Tensor, weight: Tensor, lowq: Tensor | None, b: Tensor | None, temperature: float
 ) -> Callable[[slice, Tensor | None], Tensor]:
-    """What gives the logits of some tokens, in float32, written into a tensor if one is given."""
+    """What gives the logits of some tokens over the temperature, in float32, written into a tensor if one is given."""
     wq = weight.to(xq.dtype)
     bt = None if b is None else b.to(xq.dtype).t()
 
@@ -132,7 +134,7 @@ def _logits(
         product = _product(xq[part], wq, out)
         if lowq is not None and bt is not None:
             _accumulate_product(product, lowq[part], bt)
-        return product
+        return product if temperature == 1 else product.div_(temperature)
 
     return logits
 
@@ -149,7 +151,8 @@ def _head_gradients(
     """Gradients of a cross-entropy that are needed: of the input (float32) and of the weight, and of what an adapter
     made of the input (float32) and of its second matrix."""
     xq, labels, kept, lowq = saved
-    logits_of, d = _logits(xq, weight, lowq, b), dloss[:, None]
+    logits_of, d = _logits(xq, weight, lowq, b, head.temperature), dloss[:, None]
+    d = d if head.temperature == 1 else d / head.temperature
     gradients: list[Tensor | None] = []
     products = []
     # An input and the weight that makes logits of it, and the same of an adapter.
@@ -190,3 +193,21 @@ def _accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += a @ b
+
+
+class Distribution:
+    """See ``Ops.distribution``; in float32, but for sums."""
+
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        logits = logits.float()
+        self._less = (logits - logits.amax(1, keepdim=True)).div_(temperature.float()[:, None])
+        self.terms = self._less.exp()
+        self.total = self.terms.sum(1, dtype=torch.float64)
+
+    def log_probability(self, chosen: Tensor, mass: Tensor) -> Tensor:
+        return (self._less.gather(1, chosen[:, None]).squeeze(1) - mass.log()).float()
+
+    def entropy(self) -> Tensor:
+        # Not -inf, which times a probability of zero is no number.
+        weighted = self.terms * self._less.clamp(min=-1e4)
+        return (self.total.log() - weighted.sum(1, dtype=torch.float64) / self.total).float()

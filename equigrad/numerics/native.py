@@ -19,10 +19,11 @@ from equigrad.config.model import Experts
 from equigrad.numerics import delta
 from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.context import context_attention, context_delta_rule
-from equigrad.numerics.cross_entropy import CrossEntropy, Head
+from equigrad.numerics.cross_entropy import CrossEntropy, Distribution, Head
 from equigrad.numerics.deferred import weight_gradient, weight_gradients
 from equigrad.numerics.delta import Weights, gated_delta_rule
 from equigrad.numerics.experts import TokenGate, combine, dispatch, expert_linears, route
+from equigrad.numerics.function import call, forward_only
 from equigrad.numerics.ops import AttentionLayer, DeltaLayer, Layer, RotaryTable, operands
 from equigrad.numerics.routing import Dispatch, Routes
 from equigrad.numerics.row import Row
@@ -43,10 +44,10 @@ class NativeOps:
 
     def embedding(self, ids: Tensor, layer: Layer, vocabulary: int, row: Row) -> Tensor:
         if row.tensor is None:
-            return _Embedding.apply(ids, layer.weight)
+            return call(_Embedding, ids, layer.weight)
         first, stop = row.tensor.share(vocabulary)
         known = (ids >= first) & (ids < stop)
-        found = _Embedding.apply((ids - first).where(known, 0), layer.weight)
+        found = call(_Embedding, (ids - first).where(known, 0), layer.weight)
         return self.reduce_scatter(found.masked_fill(~known[:, None], 0.0), row.tensor)
 
     def column_linears(self, x: Tensor, layers: Sequence[Layer], row: Row) -> tuple[Tensor, ...]:
@@ -57,16 +58,16 @@ class NativeOps:
             return _linears(x, self.dtype, [layer])[0]
         # A rank's part of ``x`` times its part of ``a`` is a part of a sum, and so is that times the whole ``b``.
         y = self.reduce_scatter(_linears(x, self.dtype, [layer], biased=False)[0], row.tensor)
-        return y if layer.bias is None else _Bias.apply(y, layer.bias)
+        return y if layer.bias is None else call(_Bias, y, layer.bias)
 
     def joined_linear(self, a: Tensor, b: Tensor, layer: Layer, row: Row) -> Tensor:
         return _linears(torch.cat([a, b], 1), self.dtype, [layer])[0].to(a.dtype)
 
     def norm(self, x: Tensor, layer: Layer, eps: float, row: Row, zero_centred: bool = False) -> Tensor:
-        return _Norm.apply(x, layer.weight, eps, zero_centred)
+        return call(_Norm, x, layer.weight, eps, zero_centred)
 
     def gated_norm(self, x: Tensor, gate: Tensor, layer: Layer, eps: float, row: Row) -> Tensor:
-        return _GatedNorm.apply(x, gate, layer.weight, eps)
+        return call(_GatedNorm, x, gate, layer.weight, eps)
 
     def split(self, x: Tensor, sizes: Sequence[int], row: Row) -> tuple[Tensor, ...]:
         return x.split(list(sizes), -1)
@@ -76,7 +77,7 @@ class NativeOps:
         return angles.cos() * scale, angles.sin() * scale
 
     def rotary(self, x: Tensor, table: RotaryTable, row: Row) -> Tensor:
-        return _Rotary.apply(x, *table)
+        return call(_Rotary, x, *table)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
@@ -88,7 +89,7 @@ class NativeOps:
         return packed_attention(q, k, v, row.lengths, layer.window, sinks)
 
     def output_gate(self, x: Tensor, gate: Tensor, row: Row) -> Tensor:
-        return _OutputGate.apply(x, gate)
+        return call(_OutputGate, x, gate)
 
     def gated_delta_rule(
         self,
@@ -109,10 +110,10 @@ class NativeOps:
         return gated_delta_rule(x, rates, weights, layer, row.lengths)
 
     def gated(self, gate: Tensor, up: Tensor, row: Row) -> Tensor:
-        return _Gated.apply(gate, up)
+        return call(_Gated, gate, up)
 
     def clamped_gated(self, gate: Tensor, up: Tensor, alpha: float, limit: float, row: Row) -> Tensor:
-        return _ClampedGated.apply(gate, up, alpha, limit)
+        return call(_ClampedGated, gate, up, alpha, limit)
 
     def router(self, x: Tensor, layer: Layer, correction: Tensor | None, experts: Experts, row: Row) -> Routes:
         return route(x, layer, correction, experts)
@@ -135,13 +136,13 @@ class NativeOps:
         return self.reduce_scatter(combine(x, weights, at, row.experts), row.tensor)
 
     def token_gate(self, x: Tensor, layer: Layer, y: Tensor, row: Row) -> Tensor:
-        return TokenGate.apply(x, layer.weight, y)
+        return call(TokenGate, x, layer.weight, y)
 
     def add(self, a: Tensor, b: Tensor, row: Row) -> Tensor:
         return a + b
 
     def fork(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-        return Fork.apply(x)
+        return call(Fork, x)
 
     def logits(self, x: Tensor, layer: Layer, at: Tensor | None, vocabulary: int, row: Row) -> Tensor:
         y = _linears(self._at(x, at, row), self.dtype, [layer])[0]
@@ -151,18 +152,29 @@ class NativeOps:
         return self.gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
     def cross_entropy(
-        self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+        self,
+        x: Tensor,
+        layer: Layer,
+        labels: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        temperature: float = 1.0,
     ) -> Tensor:
         adapter = layer.adapter
         # Asked here: inside a function's forward gradients are always off, and inputs say that they need one.
         budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
-        head = Head(self.dtype, budget, vocabulary, row.tensor, 1.0 if adapter is None else adapter.scale)
+        scale = 1.0 if adapter is None else adapter.scale
+        head = Head(self.dtype, budget, vocabulary, row.tensor, scale, temperature)
         x = self._at(x, at, row)
         if adapter is None:
-            return CrossEntropy.apply(x, layer.weight, labels, head, None, None)
-        x, branch = Fork.apply(x)
-        (low,) = _Linears.apply(branch, self.dtype, (1.0,), adapter.a, None, None, None)
-        return CrossEntropy.apply(x, layer.weight, labels, head, low, adapter.b)
+            return call(CrossEntropy, x, layer.weight, labels, head, None, None)
+        x, branch = call(Fork, x)
+        (low,) = call(_Linears, branch, self.dtype, (1.0,), adapter.a, None, None, None)
+        return call(CrossEntropy, x, layer.weight, labels, head, low, adapter.b)
+
+    def distribution(self, logits: Tensor, temperature: Tensor) -> Distribution:
+        return Distribution(logits, temperature)
 
     def total(self, terms: Tensor, most: int) -> Tensor:
         return terms.sum(dtype=torch.float64)
@@ -176,7 +188,7 @@ class NativeOps:
     def _at(self, x: Tensor, at: Tensor | None, row: Row) -> Tensor:
         """The tokens of the residual stream at which a head is wanted, whole on every tensor rank."""
         x = self.gather(x, row.tensor)
-        return x if at is None else _Select.apply(x, at)
+        return x if at is None else call(_Select, x, at)
 
 
 def rotary_angles(frequencies: Tensor, row: Row) -> Tensor:
@@ -202,8 +214,24 @@ def _bias_gradient(dy: Tensor, like: Tensor) -> Tensor:
 
 
 def _linears(x: Tensor, dtype: torch.dtype, layers: Sequence[Layer], biased: bool = True) -> tuple[Tensor, ...]:
+    if forward_only():
+        xq = x.to(dtype)
+        each = ((layer.weight, layer.bias if biased else None, layer.adapter or (None, None, 1.0)) for layer in layers)
+        return tuple(_linear(xq, weight, bias, *adapter)[0] for weight, bias, adapter in each)
     scales, flat = operands(layers, biased)
     return _Linears.apply(x, dtype, scales, *flat)
+
+
+def _linear(
+    xq: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and what the adapter's first matrix made of the input."""
+    dtype = xq.dtype
+    y = F.linear(xq, weight.to(dtype), None if bias is None else bias.to(dtype))
+    if a is None or b is None:
+        return y, None
+    low = (xq @ a.to(dtype).t()).mul_(scale)
+    return y.addmm_(low, b.to(dtype).t()), low
 
 
 class _Linears(torch.autograd.Function):
@@ -217,12 +245,7 @@ class _Linears(torch.autograd.Function):
         outputs, lows = [], []
         for scale, weight, bias, a, b in zip(scales, *(operands[n::4] for n in range(4)), strict=True):
             assert weight is not None
-            wt = weight.to(dtype).t()
-            y = xq @ wt if bias is None else torch.addmm(bias.to(dtype), xq, wt)
-            low = None
-            if a is not None and b is not None:
-                low = (xq @ a.to(dtype).t()).mul_(scale)
-                y.addmm_(low, b.to(dtype).t())
+            y, low = _linear(xq, weight, bias, a, b, scale)
             outputs.append(y)
             lows.append(low)
         # A frozen weight without an adapter does not need its input again.
@@ -348,13 +371,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Rotate the halves (a, b) of the last dimension to (a cos - sign b sin, b cos + sign a sin); what is beyond the
     table stays."""
     half = cos.shape[-1]
-    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+    a, b, rest = x.split_with_sizes([half, half, x.shape[-1] - 2 * half], -1)
     cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     if torch.compiler.is_compiling():  # the compiler fuses this, and mishandles writes into halves
         return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, rest], -1)
     y = torch.empty_like(x)
-    ya, yb, same = y.split([half, half, rest.shape[-1]], -1)
-    same.copy_(rest)
+    ya, yb, same = y.split_with_sizes([half, half, rest.shape[-1]], -1)
+    if rest.shape[-1]:
+        same.copy_(rest)
     torch.mul(a, cos, out=ya).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=yb).addcmul_(a, sin, value=sign)
     return y

@@ -105,6 +105,28 @@ class DeltaLayer:
         return self.key_dim, self.key_dim, self.values * self.value_dim
 
 
+class Distribution(Protocol):
+    """Of the next token, of n sequences, over the whole vocabulary and at their temperatures. Without gradients.
+
+    terms: [n, V], e^(logit / temperature) over the largest: at most 1, and in proportion to the probabilities. In exact
+           numerics they are rounded to one grid, so that their sums have no order; then what is less likely by 2^-36 or
+           so, depending on V, is 0
+    total: [n] float64, the sum of a row of ``terms``
+    """
+
+    terms: Tensor
+    total: Tensor
+
+    def log_probability(self, chosen: Tensor, mass: Tensor) -> Tensor:
+        """[n] float32, of the tokens ``chosen`` [n], where ``mass`` [n] is the sum of the terms that may be chosen;
+        ``total``: any may."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """[n] float32, in nats."""
+        ...
+
+
 class Ops(Protocol):
     """What ``native`` and ``exact`` implement.
 
@@ -255,12 +277,24 @@ class Ops(Protocol):
         ...
 
     def cross_entropy(
-        self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+        self,
+        x: Tensor,
+        layer: Layer,
+        labels: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        temperature: float = 1.0,
     ) -> Tensor:
-        """``-log softmax(logits)[label]`` for ``labels`` [n], float32 [n], with the logits of ``logits``.
+        """``-log softmax(logits / temperature)[label]`` for ``labels`` [n], float32 [n], with the logits of ``logits``.
 
         Never holds more logits than a budget, whatever n and V are.
         """
+        ...
+
+    def distribution(self, logits: Tensor, temperature: Tensor) -> Distribution:
+        """What tokens are drawn from: softmax of ``logits`` [n, V] over a ``temperature`` for each [n] float64. Its
+        log-probabilities are those of ``cross_entropy``, in exact numerics to the bit."""
         ...
 
     def total(self, terms: Tensor, most: int) -> Tensor:

@@ -19,7 +19,7 @@ def key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """An unsigned 64-bit constant as the int64 of the same bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
@@ -30,12 +30,18 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def splitmix64(counter: Tensor, stream: int) -> Tensor:
-    """Output number ``counter`` (int64, from 0) of SplitMix64 seeded with ``stream``: 64 random bits as int64."""
-    x = (counter + 1) * _signed(_GOLDEN) + _signed(stream)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+def splitmix64(counter: Tensor, stream: int | Tensor) -> Tensor:
+    """Output number ``counter`` (int64, from 0) of SplitMix64 seeded with ``stream``: 64 random bits as int64. Streams
+    may differ: then they are int64 of the same bits (``signed``)."""
+    x = (counter + 1) * signed(_GOLDEN) + (stream if isinstance(stream, Tensor) else signed(stream))
+    x = (x ^ _shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
+
+
+def uniform(counter: Tensor, stream: int | Tensor) -> Tensor:
+    """Number ``counter`` of a stream, float64 from [0, 1): a multiple of 2^-53."""
+    return _shift_right(splitmix64(counter, stream), 11).double() * 2.0**-53
 
 
 def _normal(index: Tensor, stream: int) -> Tensor:

@@ -57,6 +57,15 @@ def test_sampling_follows_the_probabilities_and_top_p() -> None:
     assert {o[0] for o in generate(model, [[3, 1, 4]] * 20, 1, temperature=0.5, top_p=1e-6)} == kept
 
 
+def test_a_sequence_without_numbers_reaches_nobody_who_has_its_slot_later() -> None:
+    model = build(make("gpt-oss"))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = torch.nan
+    expected = generate(model, [[1], [5, 6]], 12, seed=4, stop=[96])[1]
+    # Without numbers the last token is chosen: the first sequence ends at once, and the second has its slot.
+    assert generate(model, [[96, *range(20)], [5, 6]], 12, seed=4, stop=[96]) == [[], expected]
+
+
 def test_a_stop_token_ends_one_sequence_and_not_the_others() -> None:
     model = build(make("llama"))
     free = generate(model, PROMPTS, 20, temperature=0)

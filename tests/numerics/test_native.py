@@ -14,7 +14,7 @@ from equigrad.numerics.attention import packed_attention
 from equigrad.numerics.cache import DecodingCache
 from equigrad.numerics.deferred import DeferredWeightGradients
 from equigrad.numerics.native import NativeOps
-from equigrad.numerics.ops import AttentionLayer
+from equigrad.numerics.ops import Adapter, AttentionLayer
 from equigrad.numerics.row import Row
 from equigrad.numerics.tiles import segment_tiles
 from tests.numerics.layers import Given
@@ -246,6 +246,23 @@ def test_cross_entropy_matches_float64_whether_logits_are_kept_or_not(budget: in
         lambda x, w: limited.cross_entropy(x, Given(w), labels, None, 50, row),
         lambda x, w: F.cross_entropy(x @ w.t(), labels, reduction="none"),
         [tensor(tokens, 12), tensor(50, 12)],
+    )
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_cross_entropy_at_a_temperature_matches_float64(budget: int, temperature: float) -> None:
+    labels = torch.randint(0, 50, (300,), generator=torch.Generator().manual_seed(0))
+    limited, row = NativeOps(saved_logits_bytes=budget), Row.of([300])
+    assert_same(
+        lambda x, w, a, b: limited.cross_entropy(
+            x, Given(w, adapter=Adapter(a, b, 0.5)), labels, None, 50, row, temperature
+        ),
+        lambda x, w, a, b: F.cross_entropy(
+            (x @ w.t() + 0.5 * x @ a.t() @ b.t()) / temperature, labels, reduction="none"
+        ),
+        [tensor(300, 12), tensor(50, 12), tensor(3, 12), tensor(50, 3)],
+        rtol=4e-6,
     )
 
 

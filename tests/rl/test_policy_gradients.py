@@ -65,9 +65,8 @@ def formula(name: str, policy: Policy, given: list[Rollout], logprobs: list[Tens
         if policy.normaliser == "token":
             total = total + terms.sum() / everything
         else:
-            total = total + terms.sum() / (
-                len(given) * (len(own) if policy.normaliser == "sequence" else policy.longest)
-            )
+            length = {"sequence": len(own), "constant": policy.longest, "rollout": 1}[policy.normaliser]
+            total = total + terms.sum() / (len(given) * length)
     return total
 
 

@@ -1,8 +1,12 @@
 """Exact cross-entropy from hidden states, in chunks of tokens as the native one, be the vocabulary here or divided.
 
 *Grids.* Exponentials less the largest logit are at most 1, so their sum has a fixed grid. The error of a logit,
-p - onehot, is at most 1 too, so the error times what the loss is multiplied by is at most that: the only channel of the
-head's outputs, ``loss``. It has more bits than the inputs: most tokens of a large vocabulary have small probabilities.
+p - onehot, is at most 1 too, so the error times what the loss is multiplied by, over the temperature, is at most that:
+the only channel of the head's outputs, ``loss``. It has more bits than the inputs: most tokens of a large vocabulary
+have small probabilities.
+
+*Temperature.* A logit over it is rounded to float32 at one place, ``tempered``, for training and for sampling alike: so
+both have the same log-probabilities, whose sums are exact.
 
 Where the embedding is the head too, its gradient is one sum with the head's, over twice as many terms: a token of the
 input counts as one whose error is a power of two, in the channels ``further``.
@@ -19,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from equigrad.numerics.cross_entropy import chunks, own_columns
 from equigrad.numerics.deferred import is_deferred, weight_gradient
-from equigrad.numerics.exact.elementary import exp, log
+from equigrad.numerics.exact.elementary import exp, log, quotient
 from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import columns, fixed, largest_across, operand_bits, rows, term_bits, value
 from equigrad.numerics.exact.layers import LayerGrids
@@ -38,6 +42,7 @@ class Head(NamedTuple):
     tokens: of this rank in the residual stream
     tensor: the ranks that share the vocabulary
     scale:  of an adapter
+    temperature: what logits are divided by
     """
 
     dtype: torch.dtype
@@ -46,6 +51,7 @@ class Head(NamedTuple):
     tensor: Split | None
     scale: float
     grids: LayerGrids
+    temperature: float = 1.0
 
     @property
     def vocabulary(self) -> int:
@@ -70,6 +76,13 @@ class Logits:
         for low, b, bits in adapter:
             y = plus(y, rows(low[part], bits) @ b)
         return y.float()
+
+
+def tempered(x: Tensor, temperature: float | Tensor) -> Tensor:
+    """``x`` [n, ...] over a temperature, or over one for each of n, float32."""
+    if isinstance(temperature, Tensor):
+        return (x.double() / temperature.double().view(-1, *[1] * (x.ndim - 1))).float()
+    return x if temperature == 1 else quotient(x.double(), temperature).float()
 
 
 @fused
@@ -119,7 +132,7 @@ class CrossEntropy(torch.autograd.Function):
         own, here = own_columns(labels, head.tensor, vocabulary)
         logits = Logits(x, weight, low, b, head)
         for part in chunks(tokens, vocabulary):
-            z = logits(part)
+            z = tempered(logits(part), head.temperature)
             if keep:
                 kept[part] = z
             top = _top(z)
@@ -198,6 +211,7 @@ def _gradients(
     low, grids, across = adapted(x, a, head), head.grids, group_of(head.tensor)
     own, here = own_columns(labels, head.tensor, head.vocabulary)
     first, second = operand_bits(head.vocabulary, _WIDE_EXTRA)
+    dloss = tempered(dloss, head.temperature)
     # Of each matrix what it is multiplied by, and the sum: for the gradient of its input, and for its own.
     products: list[tuple[Tensor, Tensor] | None] = [None, None]
     sums: list[tuple[Tensor, Tensor] | None] = [None, None]
@@ -213,7 +227,7 @@ def _gradients(
         grids["loss"].see(dloss[:, None])
     logits = None if keep else Logits(x, weight, low, b, head)
     for part in chunks(len(x), head.vocabulary):
-        z = kept[part] if logits is None else logits(part)
+        z = kept[part] if logits is None else tempered(logits(part), head.temperature)
         error = _errors(z, tops[part, None], totals[part], own[part], here[part], dloss[part])
         if any(products):
             by_token = rows(error, first, across)
@@ -226,3 +240,24 @@ def _gradients(
                 if found is not None:
                     found[1].addmm_(by_channel.t(), found[0][part])
     return [None if found is None else found[1] for found in (*products, *sums)]
+
+
+class Distribution:
+    """See ``Ops.distribution``: in the bits of the cross-entropy, whatever ranks computed it."""
+
+    def __init__(self, logits: Tensor, temperature: Tensor) -> None:
+        self._logits = tempered(logits, temperature)
+        self._bits = term_bits(logits.shape[1]) - 1
+        self._top = _top(self._logits)
+        self.terms = fixed(exp(self._logits.double() - self._top.double()), self._bits)
+        self.total = _sum(self._logits, self._top, self._bits)
+
+    def log_probability(self, chosen: Tensor, mass: Tensor) -> Tensor:
+        label = self._logits.gather(1, chosen[:, None]).squeeze(1)
+        return -_loss(self._top[:, 0], mass, label.double())
+
+    def entropy(self) -> Tensor:
+        # -x log x is below 1 for x from 0 to 1: a sum with the grid of the terms.
+        less = self._top.double() - self._logits.double()
+        weighted = fixed(exp(-less) * less, self._bits).sum(1)
+        return (log(self.total) + weighted / self.total).float()

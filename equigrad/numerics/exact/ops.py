@@ -20,7 +20,7 @@ from equigrad.config.model import Experts
 from equigrad.numerics.delta import Weights
 from equigrad.numerics.exact import attention as attending
 from equigrad.numerics.exact import delta
-from equigrad.numerics.exact.cross_entropy import CrossEntropy, Head, Logits, adapted, at_tokens
+from equigrad.numerics.exact.cross_entropy import CrossEntropy, Distribution, Head, Logits, adapted, at_tokens
 from equigrad.numerics.exact.elementary import cos_sin, exp, log
 from equigrad.numerics.exact.elementwise import ClampedGated, Gated, GatedNorm, Norm, OutputGate, Rotary
 from equigrad.numerics.exact.experts import Combined, ExpertLinears, Sent, TokenGate, route
@@ -87,7 +87,7 @@ class ExactOps:
         self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer, row: Row, sinks: Tensor | None = None
     ) -> Tensor:
         if row.cache is not None:
-            keys, values = row.cache.store(k, v, layer, row)
+            keys, values = row.cache.store(k, v, layer)[:, :, 1:]
             return attending.decode(q, keys, values, row, layer.window, sinks, self._context)
         return attending.Attention.apply(
             q, k, v, sinks, row, layer.window, self._context, (layer.grids or {}).get("self_attn.sinks")
@@ -155,10 +155,20 @@ class ExactOps:
         return gather(y.t().contiguous(), replace(row.tensor, partition=columns)).t()
 
     def cross_entropy(
-        self, x: Tensor, layer: Layer, labels: Tensor, at: Tensor | None, vocabulary: int, row: Row
+        self,
+        x: Tensor,
+        layer: Layer,
+        labels: Tensor,
+        at: Tensor | None,
+        vocabulary: int,
+        row: Row,
+        temperature: float = 1.0,
     ) -> Tensor:
         a, b, _ = layer.adapter or (None, None, 0.0)
-        return CrossEntropy.apply(x, layer.weight, labels, at, self._head(x, layer, row), a, b)
+        return CrossEntropy.apply(x, layer.weight, labels, at, self._head(x, layer, row, temperature), a, b)
+
+    def distribution(self, logits: Tensor, temperature: Tensor) -> Distribution:
+        return Distribution(logits, temperature)
 
     def total(self, terms: Tensor, most: int) -> Tensor:
         return _Total.apply(terms, MANTISSA - most)
@@ -169,10 +179,10 @@ class ExactOps:
     def power(self, base: Tensor, exponent: Tensor) -> Tensor:
         return exp(exponent.double() * log(base.double())).float()
 
-    def _head(self, x: Tensor, layer: Layer, row: Row) -> Head:
+    def _head(self, x: Tensor, layer: Layer, row: Row, temperature: float = 1.0) -> Head:
         budget = self.saved_logits_bytes if torch.is_grad_enabled() else -1
         scale = 1.0 if layer.adapter is None else layer.adapter.scale
-        return Head(self.dtype, budget, len(x), row.tensor, scale, grids_of(layer))
+        return Head(self.dtype, budget, len(x), row.tensor, scale, grids_of(layer), temperature)
 
 
 class _Total(torch.autograd.Function):

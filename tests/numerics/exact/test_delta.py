@@ -196,8 +196,7 @@ def _decoded(shape: Shape, lengths: tuple[int, ...], new: int, dtype: torch.dtyp
             out = ops.gated_delta_rule(given[0][at], given[1][at], given[2:5], given[5], given[6], layer, row)
             found += [at, out]
             if left == 1 < new:
-                kept = torch.arange(count).roll(1)[:-1]
-                cache.keep(kept)
+                kept = torch.tensor(cache.drop([0]))
     return found
 
 
