@@ -35,7 +35,7 @@ WORK = Workload(SEVEN, 2048, 4, 1, Layout(dp_shard=16, reduce_every_round=True),
 
 def test_no_run_both_calibrates_and_tests() -> None:
     for run in runs():
-        of_split = run.name.split()[0] in CALIBRATES and run.table.startswith("llm-foundry") and not run.work.fp8
+        of_split = run.name.split()[0] in CALIBRATES and run.table in ("llm-foundry A100", "llm-foundry H100")
         assert (run.part == "calibration") == of_split
     assert sum(run.part == "held out" for run in runs()) > len(runs()) / 2
 
@@ -79,9 +79,9 @@ def test_a_run_rests_on_the_assumed_constants_of_its_machine_in_its_time_alone()
 
 
 def test_a_validated_answer_carries_its_errors() -> None:
-    answer = ask_step(WORK, "a100_40gb_roce")
+    answer = ask_step(WORK, "dgx_h100")
     assert answer.state == "validated"
-    assert answer.value == step(WORK, "a100_40gb_roce")
+    assert answer.value == step(WORK, "dgx_h100")
     assert "held-out runs" in answer.label
 
 
