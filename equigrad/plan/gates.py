@@ -8,6 +8,7 @@ every held-out run, by the same rule. The state of a capability follows from its
 - validated:   at least ``LEAST_RUNS`` of them, within both bounds
 - unvalidated: the rest; asking raises, unless one asks for unvalidated answers, and then the answer says so
 
+A run that rests on an assumption, of its workload or of a constant of its machine, may contradict and confirms nothing.
 The bounds were written before the first fit.
 """
 
@@ -19,8 +20,9 @@ from equigrad.config.layout import Layout
 from equigrad.errors import UserError
 from equigrad.plan.hardware import hardware
 from equigrad.plan.memory import Memory, memory
+from equigrad.plan.published import Run
 from equigrad.plan.step import Step, step
-from equigrad.plan.validation import QUANTITIES, Errors, Quantity, run_errors
+from equigrad.plan.validation import QUANTITIES, Errors, Quantity, assumed, run_errors
 from equigrad.plan.workload import Workload
 
 MEAN, WORST = 0.10, 0.20
@@ -92,22 +94,38 @@ def _division(layout: Layout) -> str:
 @cache
 def evidence() -> dict[Capability, Errors]:
     """Every capability that held-out runs belong to, and how wrong the model is there."""
-    found: dict[Capability, list[tuple[object, float]]] = {}
+    return _held_out(on_assumptions=False)
+
+
+@cache
+def doubts() -> dict[Capability, Errors]:
+    """The same for runs that rest on assumptions."""
+    return _held_out(on_assumptions=True)
+
+
+def _held_out(on_assumptions: bool) -> dict[Capability, Errors]:
+    found: dict[Capability, list[tuple[Run, float]]] = {}
     for quantity in QUANTITIES:
         for run, error in run_errors(quantity):
-            if run.part == "held out":
+            if run.part == "held out" and assumed(run, quantity) == on_assumptions:
                 found.setdefault(capability(quantity, run.work, run.machine), []).append((run, error))
-    return {which: Errors.of(errors) for which, errors in found.items()}  # type: ignore[arg-type]
+    return {which: Errors.of(errors) for which, errors in found.items()}
+
+
+def contradiction(which: Capability) -> Errors | None:
+    """Errors out of bounds, where there are such."""
+    for errors in (evidence().get(which), doubts().get(which)):
+        if errors and (errors.worst > WORST or (errors.runs >= LEAST_RUNS and errors.mean > MEAN)):
+            return errors
+    return None
 
 
 def state(which: Capability) -> State:
     """What may be said about a capability."""
-    errors = evidence().get(which)
-    if errors is None:
-        return "unvalidated"
-    if errors.worst > WORST or (errors.runs >= LEAST_RUNS and errors.mean > MEAN):
+    if contradiction(which):
         return "withdrawn"
-    return "validated" if errors.runs >= LEAST_RUNS else "unvalidated"
+    errors = evidence().get(which)
+    return "validated" if errors and errors.runs >= LEAST_RUNS else "unvalidated"
 
 
 @dataclass(frozen=True)
@@ -138,13 +156,14 @@ def _few(errors: Errors | None) -> str:
 
 def permit(which: Capability, unvalidated: bool = False) -> State:
     """The state of a capability that may be asked for; else ``Withdrawn`` or ``Unvalidated``."""
-    found, errors = state(which), evidence().get(which)
-    if found == "withdrawn" and errors is not None:
+    if wrong := contradiction(which):
         raise Withdrawn(
-            f"withdrawn: {which}: {_shown(errors)} ({errors.name}), and the bounds are {MEAN:.0%} and {WORST:.0%}"
+            f"withdrawn: {which}: {_shown(wrong)} ({wrong.name}), and the bounds are {MEAN:.0%} and {WORST:.0%}"
         )
+    found = state(which)
     if found == "unvalidated" and not unvalidated:
-        raise Unvalidated(f"unvalidated: {which}: {_few(errors)}; --unvalidated answers all the same, and says so")
+        few = _few(evidence().get(which))
+        raise Unvalidated(f"unvalidated: {which}: {few}; --unvalidated answers all the same, and says so")
     return found
 
 

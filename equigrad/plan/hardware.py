@@ -17,14 +17,19 @@ GB, GIB, TERA, MICRO = 1e9, float(1 << 30), 1e12, 1e-6
 
 
 class Constant(Section):
-    """A number, its unit, and where it is from.
+    """A number, its unit, and where it was read: a repository and path, an address, or a publication.
 
-    Example: ``Constant(value=312, unit="TFLOP/s", source="NVIDIA A100 Tensor Core GPU datasheet: dense bfloat16")``
+    Example: ``Constant(value=450, unit="GB/s", source="stas00/ml-engineering, network/README.md: NVLink 4")``
     """
 
     value: float
     unit: str
     source: str
+
+    @property
+    def assumed(self) -> bool:
+        """Whether nobody published it. Its source says so, and with this word first."""
+        return self.source.startswith("assumption")
 
 
 class Device(Section):

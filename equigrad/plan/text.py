@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from equigrad.plan.calibration import calibration
-from equigrad.plan.gates import MEAN, UNTESTED, WORST, Capability, evidence, state
+from equigrad.plan.gates import MEAN, UNTESTED, WORST, Capability, doubts, evidence, state
 from equigrad.plan.hardware import constants, hardware
 from equigrad.plan.validation import Errors, Line
 
@@ -18,8 +18,9 @@ def error_lines(lines: Iterable[Line]) -> Iterator[str]:
 def state_lines() -> Iterator[str]:
     """Every capability that published runs test, and whether it may be asked for."""
     rows = [["state", "capability", "runs", "mean", "worst", "bias", "worst run"]]
-    order = sorted(evidence().items(), key=lambda item: (state(item[0]), item[0]))
-    rows += [[state(which), str(which), *_numbers(errors)] for which, errors in order]
+    found = [(state(which), str(which), errors) for which, errors in evidence().items()]
+    found += [(state(which), f"{which}, on assumptions", errors) for which, errors in doubts().items()]
+    rows += [[kind, name, *_numbers(errors)] for kind, name, errors in sorted(found)]
     yield from _columns(rows)
     yield from (f"withdrawn    {name}: {reason}" for name, reason in UNTESTED.items())
     yield f"bounds: mean {MEAN:.0%}, worst {WORST:.0%}, of held-out runs; what is not listed is unvalidated"
@@ -36,7 +37,7 @@ def constant_lines() -> Iterator[str]:
 def states() -> dict[str, list[Capability]]:
     """Tested capabilities by state."""
     found: dict[str, list[Capability]] = {}
-    for which in sorted(evidence()):
+    for which in sorted(evidence() | doubts()):
         found.setdefault(state(which), []).append(which)
     return found
 

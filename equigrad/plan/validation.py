@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from equigrad.plan.calibrate import fit
 from equigrad.plan.calibration import Calibration
+from equigrad.plan.hardware import constants, hardware
 from equigrad.plan.memory import memory
 from equigrad.plan.published import Run, runs
 from equigrad.plan.step import step
@@ -47,6 +48,14 @@ def measures(run: Run, quantity: Quantity) -> bool:
     return quantity == "throughput" or run.memory is not None
 
 
+def assumed(run: Run, quantity: Quantity) -> bool:
+    """Whether a comparison rests on what nobody published: of the run, or, in its time, of the machine."""
+    known = hardware()
+    machine = known.machine(run.machine)
+    rates = [*constants(machine), *constants(known.device(machine.device))] if quantity == "throughput" else []
+    return bool(run.assumed) or any(constant.assumed for _, constant in rates)
+
+
 @cache
 def run_errors(quantity: Quantity) -> tuple[tuple[Run, float], ...]:
     """Every run that was measured, with the error of the model as it is calibrated."""
@@ -63,11 +72,12 @@ class Line(NamedTuple):
 
 
 def by_table() -> Iterator[Line]:
-    """Errors of each table and part."""
+    """Errors of each table and part; what rests on assumptions is a part of its own."""
     for quantity in QUANTITIES:
         groups: dict[tuple[str, str], list[tuple[Run, float]]] = {}
         for run, wrong in run_errors(quantity):
-            groups.setdefault((run.table, run.part), []).append((run, wrong))
+            where = (run.table, "assumed" if assumed(run, quantity) else run.part)
+            groups.setdefault(where, []).append((run, wrong))
         for (table, part), found in groups.items():
             yield Line(table, quantity, part, Errors.of(found))
 

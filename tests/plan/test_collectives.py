@@ -31,8 +31,8 @@ def test_a_large_message_gets_the_bandwidth_of_its_slowest_tier() -> None:
 
 
 def test_a_small_message_takes_the_latency() -> None:
-    assert NETWORK.phase(1, Group(8, 8)) == pytest.approx(24e-6, rel=1e-3)
-    assert NETWORK.phase(1, Group(32, 8)) == pytest.approx(24e-6 + 2 * 89e-6, rel=1e-3)
+    assert NETWORK.phase(1, Group(8, 8)) == pytest.approx(15.4e-6, rel=1e-3)
+    assert NETWORK.phase(1, Group(32, 8)) == pytest.approx(15.4e-6 + 2 * 50.3e-6, rel=1e-3)
     assert NETWORK.phase(1, Group(1, 1)) == NETWORK.all_to_all(1, Group(1, 1)) == NETWORK.send(1, Group(1, 1)) == 0
 
 
@@ -45,5 +45,5 @@ def test_time_grows_with_bytes_and_with_nodes(size: float, more: float, nodes: i
 
 
 def test_half_of_the_bandwidth_is_reached_where_latency_and_transfer_are_equal() -> None:
-    size = 24e-6 * 300e9 * 8 / 7
-    assert NETWORK.phase(size, Group(8, 8)) == pytest.approx(2 * 24e-6)
+    size = 15.4e-6 * 300e9 * 8 / 7
+    assert NETWORK.phase(size, Group(8, 8)) == pytest.approx(2 * 15.4e-6)

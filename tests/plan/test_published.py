@@ -17,7 +17,8 @@ def test_every_table_is_there_with_its_rows() -> None:
     tables = [run.table for run in runs()]
     counts = {table: tables.count(table) for table in dict.fromkeys(tables)}
     assert counts == {
-        "llm-foundry H100": 52, "llm-foundry H100 FP8": 7, "llm-foundry A100": 78, "Megatron SC21": 10, "Sailor": 6,
+        "llm-foundry H100": 52, "llm-foundry H100 FP8": 10, "llm-foundry A100": 78, "llm-foundry A100 80GB": 61,
+            "Megatron SC21": 10, "Sailor": 6,
         "torchtitan H100": 4, "torchtitan H100 FP8": 14, "torchtitan A100": 3, "NeMo 24.07 H100 FP8": 7,
         "Megatron 2022": 8,
     }  # fmt: skip
@@ -30,7 +31,17 @@ def test_a_run_has_as_many_ranks_as_its_row_has_gpus() -> None:
     rows = lines("further_runs.jsonl")
     assert [run.work.layout.world_size for run in further] == [row["gpus"] for row in rows]
     assert [run.work.tokens for run in further] == [row["global_batch"] * row["sequence"] for row in rows]  # type: ignore[operator]
-    assert all(row["source"] for row in rows)
+    assert all("/" in str(row["source"]) for row in rows)  # a repository and a path
+    assert [run.assumed for run in further] == [row.get("assumed", "") for row in rows]
+
+
+@pytest.mark.parametrize(("name", "full", "selective"), [
+    ("gpt-22b", 1.42, 1.10), ("gpt-175b", 18.13, 13.75), ("gpt-530b", 49.05, 37.83), ("gpt-1t", 94.42, 71.49),
+])  # fmt: skip
+def test_seconds_of_megatron_2022_are_those_of_table_5(name: str, full: float, selective: float) -> None:
+    for recompute, seconds in (("block", full), ("selective", selective)):
+        (run,) = [run for run in runs() if run.name.startswith(f"{name} ") and run.work.recompute == recompute]
+        assert run.seconds == pytest.approx(seconds, rel=1e-4)
 
 
 def test_utilisation_is_the_published_one() -> None:

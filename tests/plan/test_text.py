@@ -7,7 +7,7 @@ import pytest
 
 from equigrad.cli import main
 from equigrad.plan.calibration import calibration
-from equigrad.plan.gates import evidence, state
+from equigrad.plan.gates import doubts, evidence, state
 from equigrad.plan.hardware import constants, hardware
 from equigrad.plan.published import runs
 from equigrad.plan.validation import by_table
@@ -29,7 +29,7 @@ def test_the_validation_has_every_table_and_every_tested_capability(
     printed = capsys.readouterr().out
     for table in {run.table for run in runs()}:
         assert table in printed
-    for which in evidence():
+    for which in evidence() | doubts():
         assert any(line.startswith(state(which)) and str(which) in line for line in printed.splitlines())
     assert "withdrawn    step time with two-hop expert dispatch" in printed
     found = json.loads(file.read_text())
