@@ -32,7 +32,7 @@ from equigrad.files import write_json, write_text, writing
 
 # What a resumed run may not change: the meaning of its state.
 _FIXED = ("seed", "model", "lora", "data", "numerics.kind", "optim.name")
-_FREE = ("data.cache", "model.weights", "model.experts.router_aux_loss_coef", "model.mtp_loss_coef")
+_FREE = ("data.cache", "model.experts.router_aux_loss_coef", "model.mtp_loss_coef")
 _LOCK = ".lock"
 # What is shown of a summary; the rest may be anything.
 _SUMMARY: dict[str, Any] = {"steps": int, "tokens": int, "wall_seconds": int | float, "parameter_digest": str}

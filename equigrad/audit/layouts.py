@@ -3,6 +3,8 @@
 import re
 from typing import Any, get_args
 
+from pydantic import ValidationError
+
 from equigrad.config.layout import ContextStrategy, Layout
 from equigrad.errors import UserError
 
@@ -40,4 +42,8 @@ def parse_layout(text: str) -> dict[str, Any]:
         layout["dp_shard"] = layout["ep"]
     if layout.get("pp_schedule") == "interleaved":
         layout["pp_stages"] = 2
+    try:
+        Layout(**layout)
+    except ValidationError as error:
+        raise UserError(f"layout {text!r}: {error.errors()[0]['msg']}") from None
     return layout

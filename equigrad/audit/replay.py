@@ -57,6 +57,7 @@ class Plan:
     job:        of ``job.toml``
     segments:   settings, and the last step for which they hold; one after another
     changed:    steps after which settings changed, and which
+    subject:    by what reports know the run (``report.subject``), as its lines were when they were checked
     others:     versions of equigrad that made the run and are not this one
     """
 
@@ -67,6 +68,7 @@ class Plan:
     job: Job
     segments: tuple[tuple[dict[str, Any], int], ...]
     changed: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    subject: dict[str, Any] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     def jobs(self, layout: dict[str, Any]) -> list[Job]:
@@ -98,7 +100,10 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     versions: set[str] = set()
     known: list[int] = []
     digested: set[int] = set()
+    chain, digest = "", ""
     for line, _ in lines(run.folder / NAME):
+        chain = line["chain"]
+        digest = line["job"] if line["kind"] == "step" else digest
         if line["kind"] == "job":
             jobs.append((line["step"], line["settings"]))
             versions.add(str(line["version"]))
@@ -117,20 +122,24 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     if run.job_file.exists() and not run.job_file.is_file():  # a pipe would never end
         raise Unverifiable(f"{run.job_file.name} is not a file")
     job, others = run.job(), tuple(sorted(versions - {__version__}))
-    for (_, before), (step, after) in pairwise(jobs):
-        check_lasting(before, after, step)
-    with _as_others_do(others):
+    with _as_others_do(others), _while_it_is_so(run, chain):
+        for (_, before), (step, after) in pairwise(jobs):
+            check_lasting(before, after, step)
         try:
-            check_settings(job, jobs[-1][1])
-        except Contradiction as error:
-            if later:  # it went on without a trajectory, and may have done so with other settings
-                raise Unverifiable(
-                    f"{error.field}: {later[0]} is of a step that the trajectory does not tell of"
-                ) from None
             # A run that was killed between the two has told of settings under which it has done nothing.
-            if len(jobs) == 1 or jobs[-1][0] != end:
-                raise
-            check_settings(job, jobs[-2][1])
+            for number in range(len(jobs) - 1, -1, -1):
+                try:
+                    check_settings(job, jobs[number][1])
+                    break
+                except Contradiction:
+                    if jobs[number][0] != end or not number:
+                        raise
+        except Contradiction as error:
+            if begin == end:
+                raise Unverifiable(f"{error.field}: the run has done no step under the settings of {NAME}") from None
+            if later or not job.audit.enabled:  # it went on without a trajectory, and may have done so with others
+                raise Unverifiable(f"{error.field}: the run went on with steps that {NAME} does not tell of") from None
+            raise
     if remote := [s.path for s in (*job.data.sources, *job.data.held_out_sources) if s.path.startswith("hf:")]:
         raise Unverifiable(f"{remote[0]} is not opened for a run of others: the library that reads it may run code")
     base, checkpoint = _base(saved, begin, first, digested)
@@ -140,8 +149,11 @@ def plan(run: Run, steps: tuple[int, int] | None) -> Plan:
     # One that ends where the one before ends holds for no step.
     segments = [s for n, s in enumerate(segments) if not n or s[1] > segments[n - 1][1]]
     segments = segments or [(jobs[0][1], last)]
-    changed = [(a[1], tuple(changes(a[0], b[0]))) for a, b in pairwise(segments)]
-    return Plan(run, (first, last), base, checkpoint, job, tuple(segments), tuple(changed), others)
+    held_from = sorted(dict(jobs).items())  # of several after one step the last
+    changed = [(step, tuple(changes(a, b))) for (_, a), (step, b) in pairwise(held_from) if base <= step < last]
+    changed = [(step, keys) for step, keys in changed if keys]
+    subject = {"chain": chain, "job": digest, "first": begin, "last": end}
+    return Plan(run, (first, last), base, checkpoint, job, tuple(segments), tuple(changed), subject, others)
 
 
 @contextmanager
@@ -159,12 +171,17 @@ def _as_others_do(versions: tuple[str, ...]) -> Iterator[None]:
         ) from None
 
 
-def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
-    """That all checkpoints from the first to the last of these steps hold what the trajectory tells of them.
+def check_checkpoints(plan: Plan) -> None:
+    """That all checkpoints from the base to the last step hold what the trajectory tells of them.
 
     Those of lines without digests are compared when their steps have been done again.
     Raises: Contradiction, Unverifiable.
     """
+    with _while_it_is_so(plan.run, plan.subject["chain"]):
+        _check_checkpoints(plan.run, (plan.base, plan.steps[1]))
+
+
+def _check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
     saved = _checkpoints(run, steps)
     for line, _ in lines(run.folder / NAME):
         path = saved.get(line["step"]) if line["kind"] == "step" else None
@@ -179,6 +196,27 @@ def check_checkpoints(run: Run, steps: tuple[int, int]) -> None:
             except UserError as error:
                 _not_of_this_machine(error)
                 raise Contradiction(line["step"], "checkpoint", str(error)) from None
+
+
+@contextmanager
+def _while_it_is_so(run: Run, chain: str) -> Iterator[None]:
+    """A run that is resumed takes lines back and writes others: what is found meanwhile says nothing. ``chain``: of the
+    last line that was looked at."""
+    try:
+        yield
+    except Contradiction:
+        _check_unchanged(run, chain)
+        raise
+    _check_unchanged(run, chain)
+
+
+def _check_unchanged(run: Run, chain: str) -> None:
+    try:
+        if any(line["chain"] == chain for line, _ in lines(run.folder / NAME)):
+            return
+    except (Contradiction, Unverifiable, OSError):
+        pass
+    raise Unverifiable(f"{NAME} was changed while it was audited: audit it again")
 
 
 @contextmanager
@@ -210,6 +248,8 @@ def _not_of_this_machine(error: BaseException | None) -> None:
     """Raises: Unverifiable where an error tells of the auditor's machine: no room, no right to read, a disk that
     fails."""
     while error is not None:
+        if getattr(error, "of_machine", False):  # of another rank's
+            raise Unverifiable(str(error)) from None
         no_room = isinstance(error, MemoryError) or "allocate memory" in str(error)
         if no_room or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
             raise Unverifiable(f"{type(error).__name__}: {error}") from None
@@ -259,7 +299,7 @@ def replay(plan: Plan, layout: dict[str, Any], world: World, work: Path, progres
     work: a folder of the audit's own, the same for all ranks
     Raises: Contradiction at the first difference; Unverifiable where there is one that proves nothing.
     """
-    with _as_others_do(plan.others):
+    with _as_others_do(plan.others), _while_it_is_so(plan.run, plan.subject["chain"]):
         _replay(plan, layout, world, work, progress)
 
 

@@ -61,13 +61,18 @@ def subject(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def report(folder: Path, steps: tuple[int, int] | None, layout: str, outcome: Outcome, torch: str) -> dict[str, Any]:
-    """The report of an audit."""
+def report(
+    run: dict[str, Any] | None, steps: tuple[int, int] | None, layout: str, outcome: Outcome, torch: str
+) -> dict[str, Any]:
+    """The report of an audit. ``run``: by what the run is known."""
     machine = {"system": platform.platform(), "processor": platform.processor() or platform.machine(),
                "python": platform.python_version(), "torch": torch, "equigrad": __version__}  # fmt: skip
-    said = {"format": FORMAT, "kind": "audit", "run": subject(folder), "steps": steps and list(steps),
+    said = {"format": FORMAT, "kind": "audit", "run": run, "steps": steps and list(steps),
             "layout": layout, "machine": machine}  # fmt: skip
-    return sealed(said | json.loads(json.dumps(asdict(outcome))))
+    told = json.loads(json.dumps(asdict(outcome)))
+    for key in ("why", "field"):  # what strangers wrote may be no text that can be written
+        told[key] = told[key] and told[key].encode("utf-8", "replace").decode()
+    return sealed(said | told)
 
 
 def sealed(body: dict[str, Any]) -> dict[str, Any]:
@@ -114,10 +119,14 @@ def _is_whole(body: dict[str, Any]) -> bool:
             return False
         asked = body["steps"] or [run["first"], run["last"]]
         start = body["start"]["step"] if body["start"] else run["first"]
+        if len(asked) != 2 or not all(type(n) is int and n >= 0 for n in (*asked, start)):
+            return False
         if body["confirmed"] and not (max(run["first"], start) <= first and last <= min(run["last"], asked[1])):
             return False
-        if body["tensors"] > last - first + 1:
+        if type(body["tensors"]) is not int or not 0 <= body["tensors"] <= last - first + 1:
             return False
+    if body["verdict"] == "confirmed" and (body["start"] is None or body["field"] or body["step"] is not None):
+        return False
     return (
         body["verdict"] in EXIT
         and all(type(n) is int and n >= 0 for n in numbers)
@@ -148,11 +157,14 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
         if body["verdict"] == "contradicted"
     ]
     missing = [steps for *steps, count in coverage if not count]
+    changed = {json.dumps(change): change for body in ended for change in body["changed"]}
+    begun = sorted({str(body["start"]["from"]) for body in ended})
     verdict: Verdict = "contradicted" if contradictions else "unverifiable" if missing else "confirmed"
     return sealed(
         {"format": FORMAT, "kind": "merged", "run": run, "reports": list(reports), "verdict": verdict,
          "coverage": [{"steps": steps, "confirmed_by": count} for *steps, count in coverage],
-         "not_covered": missing, "contradictions": contradictions}
+         "not_covered": missing, "contradictions": contradictions,
+         "changed": [changed[key] for key in sorted(changed)], "started_from": begun}
     )  # fmt: skip
 
 

@@ -137,7 +137,11 @@ def check_lasting(before: dict[str, Any], after: dict[str, Any], step: int) -> N
             model["experts"] = {k: v for k, v in model["experts"].items() if k not in _MAY_CHANGE["experts"]}
         return kept | {"model": model, "numerics": {"kind": of["numerics"]["kind"]}}
 
-    if (where := difference(lasting(before), lasting(after))) is not None:
+    try:
+        where = difference(lasting(before), lasting(after))
+    except (KeyError, TypeError, AttributeError):
+        raise Contradiction(step, "job", "these are not the settings of a job") from None
+    if where is not None:
         raise Contradiction(step, f"job: {'.'.join(where)}", "a run does not change that on its way")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equigrad.audit.layouts import parse_layout
-from equigrad.audit.report import EXIT, Outcome, merge, report
+from equigrad.audit.report import EXIT, Outcome, merge, report, subject
 from equigrad.audit.trajectory import Contradiction, Unverifiable
 from equigrad.errors import UserError
 from equigrad.files import check_target, write_json
@@ -81,7 +81,7 @@ def _audit(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argu
                     words += ["--steps", arguments.steps] if arguments.steps else []
                     code = launch(size, words, stops=False)
                     outcome = _of_workers(work / _OUTCOME, code)
-    return _tell(run, plan.steps if plan else steps, arguments, outcome)
+    return _tell(run, plan, steps, arguments, outcome)
 
 
 def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -106,14 +106,14 @@ def _work(run: Run, steps: tuple[int, int] | None, layout: dict[str, Any], argum
         world.close()
     if arguments.work:
         return 0
-    return _tell(run, plan.steps if plan else steps, arguments, outcome) if world.is_main else EXIT[outcome.verdict]
+    return _tell(run, plan, steps, arguments, outcome) if world.is_main else EXIT[outcome.verdict]
 
 
 def _planned(run: Run, steps: tuple[int, int] | None) -> "Plan":
     from equigrad.audit import replay
 
     plan = replay.plan(run, steps)
-    replay.check_checkpoints(run, (plan.base, plan.steps[1]))
+    replay.check_checkpoints(plan)
     return plan
 
 
@@ -149,10 +149,13 @@ def _of_workers(file: Path, code: int) -> Outcome:
     return Outcome("unverifiable", f"the workers ended with exit code {code} and without an answer")
 
 
-def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace, outcome: Outcome) -> int:
+def _tell(
+    run: Run, plan: "Plan | None", steps: tuple[int, int] | None, arguments: argparse.Namespace, outcome: Outcome
+) -> int:
     """Print the outcome and write the report. Returns the exit code."""
     from torch import __version__ as torch_version
 
+    steps = plan.steps if plan else steps
     asked = "all steps" if steps is None else f"steps {steps[0]}..{steps[1]}"
     print(f"{outcome.verdict}: {asked} of {run.folder}, on layout {arguments.layout}")
     if outcome.verdict == "contradicted":
@@ -167,7 +170,8 @@ def _tell(run: Run, steps: tuple[int, int] | None, arguments: argparse.Namespace
     for step, keys in outcome.changed:
         print(_shown(f"other settings    after step {step}: {', '.join(keys)}"))
     if arguments.json:
-        write_json(Path(arguments.json), report(run.folder, steps, arguments.layout, outcome, str(torch_version)))
+        known = plan.subject if plan else subject(run.folder)
+        write_json(Path(arguments.json), report(known, steps, arguments.layout, outcome, str(torch_version)))
     return EXIT[outcome.verdict]
 
 
@@ -184,6 +188,10 @@ def _merge(files: list[Path], out: str | None) -> int:
         first, last = part["steps"]
         print(f"steps {first}..{last}  confirmed by {part['confirmed_by']}" if part["confirmed_by"] else
               f"steps {first}..{last}  not covered")  # fmt: skip
+    for step, keys in merged["changed"]:
+        print(_shown(f"other settings after step {step}: {', '.join(keys)}"))
+    if "imported weights" in merged["started_from"]:
+        print("the run began from imported weights")
     for found in merged["contradictions"]:
         where = "" if found["step"] is None else f"step {found['step']}, "
         print(_shown(f"contradicted on {found['layout']}: {where}{found['field']}: {found['why']}"))

@@ -3,6 +3,7 @@
 Knows nothing of models or files.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,12 @@ T = TypeVar("T")
 
 
 class SharedUserError(UserError):
-    """A user error that every rank raises, so that rank 0 alone needs to show it."""
+    """A user error that every rank raises, so that rank 0 alone needs to show it.
+
+    of_machine: whether it came of what a rank's machine could not do, such as to read a file
+    """
+
+    of_machine = False
 
 
 class PeerError(RuntimeError):
@@ -52,16 +58,21 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
         value = action()
     except Exception as error:
         failure = error
-    mine = None if failure is None else (isinstance(failure, UserError | OSError), f"{failure}")
+    mine = None
+    if failure is not None:
+        system = any(isinstance(e, OSError) and e.errno != errno.ENOENT for e in (failure, failure.__cause__))
+        mine = isinstance(failure, UserError | OSError), f"{failure}", system
     failures = gather(mine, group)
     for rank, theirs in enumerate(failures):
         if theirs is None:
             continue
-        users, text = theirs
+        users, text, system = theirs
         if not users:
             raise failure or PeerError(f"rank {rank}: {text}")
         everywhere = all(other == theirs for other in failures)
-        raise SharedUserError(text if rank == 0 or everywhere else f"rank {rank}: {text}") from failure
+        shared = SharedUserError(text if rank == 0 or everywhere else f"rank {rank}: {text}")
+        shared.of_machine = system
+        raise shared from failure
     return value
 
 

@@ -19,6 +19,13 @@ from tests.jobs import inside
 FIRST = "first difference  "
 
 
+def change_job(run: Path, section: str, key: str, value: Any) -> None:
+    """In ``job.toml``, by hand."""
+    job = Run(run).job()
+    changed = getattr(job, section).model_copy(update={key: value})
+    Run(run).write_job(job.model_copy(update={section: changed}))
+
+
 def go_on(run: Path, *words: str) -> None:
     inside("train", "--run", run, "--resume", "--train.steps", "8", *words)
 
@@ -41,6 +48,13 @@ def test_a_run_that_goes_on_without_a_trajectory_is_not_accused(copy: Path) -> N
     for steps in ("0..3", "5..6"):
         code, told = audit(copy, "--steps", steps)
         assert code == 3, told
+
+
+def test_a_run_that_goes_on_without_one_is_not_accused_before_its_next_checkpoint_either(copy: Path) -> None:
+    change_job(copy, "audit", "enabled", False)
+    change_job(copy, "optim", "lr", 0.02)
+    for steps in ("0..3", "5..6"):
+        assert audit(copy, "--steps", steps)[0] == 3
 
 
 def test_a_run_that_was_killed_before_it_wrote_its_job_is_not_accused(
@@ -89,6 +103,41 @@ def test_a_base_that_is_removed_before_it_is_loaded_accuses_nobody(copy: Path, m
     assert code == 3, told
 
 
+@pytest.mark.parametrize("when", ["check_settings", "check_checkpoints", "replay"])
+def test_a_run_that_is_resumed_meanwhile_is_not_accused_and_not_vouched_for(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str
+) -> None:
+    whole = getattr(replay, when)
+
+    def resumed(*rest: Any) -> Any:
+        lines = trajectory(copy)
+        lines[-1]["loss"] = "0x1.0p-9"
+        write(copy, rechained(lines))
+        return whole(*rest)
+
+    monkeypatch.setattr(replay, when, resumed)
+    code, told = audit(copy, "--json", tmp_path / "report.json")
+    assert (code, "changed while it was audited" in told) == (3, True), told
+
+
+def test_a_version_that_knew_fewer_settings_made_a_part_of_it(copy: Path) -> None:
+    lines = trajectory(copy)
+    older = json.loads(json.dumps(lines[0]["settings"]))
+    del older["model"]["attn_output_gate"]
+    at = next(n for n, line in enumerate(lines) if line["kind"] == "step" and line["step"] == 5)
+    begun = lines[0] | {"settings": older, "version": "0.0.1"}
+    write(copy, rechained([begun, *lines[1:at], lines[0] | {"step": 4}, *lines[at:]]))
+    assert audit(copy)[0] == 3
+
+
+def test_what_changed_is_in_what_reports_say_together(copy: Path, tmp_path: Path) -> None:
+    go_on(copy, "--optim.lr", "0.02")
+    for steps in ("0..6", "7..8"):
+        assert audit(copy, "--steps", steps, "--json", tmp_path / f"{steps}.json")[0] == 0
+    code, told = audit("--merge", tmp_path / "0..6.json", tmp_path / "7..8.json")
+    assert (code, "other settings after step 6: optim.lr" in told) == (0, True), told
+
+
 # What is not allowed to happen
 
 
@@ -119,6 +168,14 @@ def test_only_audits_that_came_to_their_end_count(copy: Path, tmp_path: Path) ->
     (tmp_path / "part.json").write_text(json.dumps(sealed(body | {"verdict": "unverifiable"})))
     assert audit("--merge", tmp_path / "whole.json")[0] == 0
     assert audit("--merge", tmp_path / "part.json")[0] == 3
-    for strange in ({"steps": [0, 0]}, {"start": {"step": 5, "from": "checkpoint"}}, {"tensors": 99}):
+    for strange in (
+        {"steps": [0, 0]},
+        {"steps": [7]},
+        {"start": {"step": 5, "from": "checkpoint"}},
+        {"start": None},
+        {"tensors": 99},
+        {"tensors": -5},
+        {"step": 3, "field": "loss"},
+    ):
         (tmp_path / "strange.json").write_text(json.dumps(sealed(body | strange)))
         assert audit("--merge", tmp_path / "strange.json")[0] == 2
