@@ -5,7 +5,8 @@ them, and what libraries keep for themselves, is not in it.
 shape, precision and policy that a published run may have, and agrees with it where both can.
 """
 
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
@@ -40,16 +41,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self)) - min(self.layer, self.loss)
+        return sum(vars(self).values()) - min(self.layer, self.loss)
 
 
 def memory(work: Workload) -> Memory:
     """Of the pipeline rank that needs most."""
-    return max((rank_memory(work, rank) for rank in range(work.layout.pp)), key=lambda found: found.total)
+    left = what_is_left(work)
+    return max((rank_memory(work, rank, left) for rank in range(work.layout.pp)), key=lambda found: found.total)
 
 
-def rank_memory(work: Workload, rank: int) -> Memory:
-    """Of any rank at this place in the pipeline."""
+def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, float]] | None = None) -> Memory:
+    """Of any rank at this place in the pipeline. ``left``: of ``what_is_left``, where it is known."""
+    left = left or what_is_left(work)
     layout, state = work.layout, work.state
     stages = range(rank, work.stages, layout.pp)
     here = [work.stage_parameters(stage) for stage in stages]
@@ -66,9 +69,8 @@ def rank_memory(work: Workload, rank: int) -> Memory:
         gathered = whole - blocks + min(blocks, 2 * largest)
     held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[rank]
     # Of a rank's stages, the one whose layers leave most.
-    saved = {layer: saved_bytes(work, layer) for layer in set(layers)}
-    activations = held * max(sum(saved[layer] for layer in work.stage(stage)) for stage in stages)
-    layer = max((_computed_again(work, one) + _gradients(work, one) for one in set(layers)), default=0.0)
+    activations = held * max(sum(left[layer][0] for layer in work.stage(stage)) for stage in stages)
+    layer = max((left[one][1] for one in set(layers)), default=0.0)
     return Memory(
         parameters=state.kept * own,
         gathered=state.gathered * gathered if sharded else 0.0,
@@ -102,6 +104,12 @@ def in_flight(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches
 def _layer_weights(work: Workload, layer: Layer) -> float:
     dense, routed = work.shape.layer_parameters(layer)
     return dense / work.layout.tp + routed / (work.layout.tp * work.layout.ep)
+
+
+def what_is_left(work: Workload) -> dict[Layer, tuple[float, float]]:
+    """Of each kind of layer: what it leaves for its backward pass, and what that pass takes beside."""
+    kinds = set(work.shape.layers)
+    return {one: (saved_bytes(work, one), _computed_again(work, one) + _gradients(work, one)) for one in kinds}
 
 
 def saved_bytes(work: Workload, layer: Layer) -> float:
