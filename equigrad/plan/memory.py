@@ -50,6 +50,17 @@ def memory(work: Workload) -> Memory:
     return max((rank_memory(work, rank, left) for rank in range(work.layout.pp)), key=lambda found: found.total)
 
 
+def exceeds(work: Workload, most: float) -> bool:
+    """Whether some rank takes more than so many bytes, buffers not counted; asks no more ranks than it must."""
+    layout, left = work.layout, what_is_left(work)
+    held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[0]
+    # Often told by what the first rank's activations take alone.
+    if held * max(sum(left[one][0] for one in work.stage(stage)) for stage in range(0, work.stages, layout.pp)) > most:
+        return True
+    ranks = (rank_memory(work, rank, left) for rank in range(work.layout.pp))
+    return any(found.total - found.buffers > most for found in ranks)
+
+
 def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, float]] | None = None) -> Memory:
     """Of any rank at this place in the pipeline. ``left``: of ``what_is_left``, where it is known."""
     left = left or what_is_left(work)
@@ -83,7 +94,7 @@ def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, flo
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def in_flight(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
     """Of each pipeline rank, the most (stage, micro-batch) pairs that wait for a backward pass: what
     ``schedule.pipeline.simulate`` counts, in closed form, for thousands of pipelines are asked about."""
@@ -94,11 +105,16 @@ def in_flight(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches
         return (every,) * ranks
     if kind == "zero_bubble":
         enough = 2 * ranks + microbatches % ranks  # more change nothing
-        return simulate(pipeline(kind, ranks, stages_per_rank, min(microbatches, enough))).alive
+        return _simulated(ranks, stages_per_rank, min(microbatches, enough))
     # A rank's forwards before its first backward, and the one that it alternates with.
     group = ceil(microbatches / max(1, microbatches // ranks))
     ahead = [(stages_per_rank - 1) * group + (1 + (stages_per_rank > 1)) * (ranks - 1 - rank) for rank in range(ranks)]
     return tuple(min(every, warm_up + 1) for warm_up in ahead)
+
+
+@lru_cache(maxsize=1024)
+def _simulated(ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
+    return simulate(pipeline("zero_bubble", ranks, stages_per_rank, microbatches)).alive
 
 
 def _layer_weights(work: Workload, layer: Layer) -> float:

@@ -13,7 +13,7 @@ from math import inf
 from equigrad.config.job import Job
 from equigrad.config.layout import Layout
 from equigrad.plan.gates import Answer, Capability, State, capability, evidence, state
-from equigrad.plan.memory import Memory, memory, what_is_left
+from equigrad.plan.memory import Memory, exceeds, memory, what_is_left
 from equigrad.plan.space import Choice, Order, Space
 from equigrad.plan.step import Step, stage_seconds, step
 from equigrad.plan.target import Target
@@ -216,8 +216,7 @@ class _Search:
         ``works`` differ in when weights are freed and gradients reduced. The last of them does both as early as can be:
         no use of memory but buffers is smaller in another.
         """
-        lean = memory(works[-1])
-        if lean.total - lean.buffers > self.where.memory * (1 + SLACK):
+        if exceeds(works[-1], self.where.memory * (1 + SLACK)):
             return
         for work in works:
             self.found.timed += 1
