@@ -20,10 +20,10 @@ COMMANDS = {
     "info": "what is in a run, a checkpoint or a model folder",
     "report": "write a run's report.html again",
     "audit": "do steps of a run again: are they what its trajectory says?",
-    "plan": "the cost model: how far it is from published runs, and where its constants are from",
+    "plan": "choose a layout: the fastest of all that fit a cluster; and what the cost model behind it is worth",
 }
 
-OVERRIDABLE = ("train", "schedule", "verify", "eval")
+OVERRIDABLE = ("train", "schedule", "verify", "eval", "plan")
 """Commands whose words may set keys of the job."""
 
 _HELP = f"""equigrad {__version__}: trains language models; the answer does not depend on how the work was divided.
@@ -126,7 +126,7 @@ def _dispatch(command: str, words: list[str]) -> int:
     if command == "plan":
         from equigrad.commands import plan
 
-        return plan.main(arguments)
+        return plan.main(arguments, overrides)
     from equigrad.commands import info
 
     return info.main(arguments) if command == "info" else info.report_main(arguments)
@@ -260,9 +260,23 @@ def _parser(command: str) -> argparse.ArgumentParser:
             " not all steps are covered), 2 something that was given is wrong."
         )
     elif command == "plan":
-        add("--validate", action="store_true", help="errors by published table, and what may be asked for")
-        add("--constants", action="store_true", help="every constant with its unit and source")
-        add("--json", metavar="FILE", help="with --validate: write the errors there as well")
+        add("job", nargs="?", help="TOML file of the job; its own layout is not kept")
+        add("--cluster", metavar="FILE", help="TOML file of the nodes, such as configs/clusters/h100x8.toml")
+        add("--top", type=int, default=5, metavar="N", help="how many layouts are shown, of different degrees (5)")
+        add("--unvalidated", action="store_true", help="answer also where no published run tests the cost model")
+        add("--memory-share", type=float, metavar="S", help="of a device's memory, what may be planned with (0.9)")
+        add("--write", metavar="FILE", help="write the job with the best layout there, for `equigrad train FILE`")
+        add("--svg", metavar="FILE", help="draw a step with the best layout there: rows, and the pipeline's time")
+        add("--json", metavar="FILE", help="write all that is printed there as well")
+        add("--validate", action="store_true", help="instead: errors by published table, and what may be asked for")
+        add("--constants", action="store_true", help="instead: every constant with its unit and source")
+        parser.epilog = (
+            "Example: equigrad plan configs/8b.toml --cluster configs/clusters/h100x8.toml. A step's time, memory of"
+            " the rank that needs most, MFU and tokens per day are predictions: validated ones belong to a kind of"
+            " question that published runs have confirmed, others are left out, or shown with --unvalidated and called"
+            " so. A row is a micro-batch: its tokens x how many of them a data lane has in a step. Keys of the job can"
+            " be overridden: --batch.tokens 4194304. Nothing is run. docs/plan.md has examples and the model."
+        )
     else:
         add("path", help="run, checkpoint or Hugging Face folder" if command == "info" else "run folder")
         if command == "info":

@@ -5,7 +5,8 @@ them, and what libraries keep for themselves, is not in it.
 shape, precision and policy that a published run may have, and agrees with it where both can.
 """
 
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
@@ -40,16 +41,29 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(astuple(self)) - min(self.layer, self.loss)
+        return sum(vars(self).values()) - min(self.layer, self.loss)
 
 
 def memory(work: Workload) -> Memory:
     """Of the pipeline rank that needs most."""
-    return max((rank_memory(work, rank) for rank in range(work.layout.pp)), key=lambda found: found.total)
+    left = what_is_left(work)
+    return max((rank_memory(work, rank, left) for rank in range(work.layout.pp)), key=lambda found: found.total)
 
 
-def rank_memory(work: Workload, rank: int) -> Memory:
-    """Of any rank at this place in the pipeline."""
+def exceeds(work: Workload, most: float) -> bool:
+    """Whether some rank takes more than so many bytes, buffers not counted; asks no more ranks than it must."""
+    layout, left = work.layout, what_is_left(work)
+    held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[0]
+    # Often told by what the first rank's activations take alone.
+    if held * max(sum(left[one][0] for one in work.stage(stage)) for stage in range(0, work.stages, layout.pp)) > most:
+        return True
+    ranks = (rank_memory(work, rank, left) for rank in range(work.layout.pp))
+    return any(found.total - found.buffers > most for found in ranks)
+
+
+def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, float]] | None = None) -> Memory:
+    """Of any rank at this place in the pipeline. ``left``: of ``what_is_left``, where it is known."""
+    left = left or what_is_left(work)
     layout, state = work.layout, work.state
     stages = range(rank, work.stages, layout.pp)
     here = [work.stage_parameters(stage) for stage in stages]
@@ -66,9 +80,8 @@ def rank_memory(work: Workload, rank: int) -> Memory:
         gathered = whole - blocks + min(blocks, 2 * largest)
     held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[rank]
     # Of a rank's stages, the one whose layers leave most.
-    saved = {layer: saved_bytes(work, layer) for layer in set(layers)}
-    activations = held * max(sum(saved[layer] for layer in work.stage(stage)) for stage in stages)
-    layer = max((_computed_again(work, one) + _gradients(work, one) for one in set(layers)), default=0.0)
+    activations = held * max(sum(left[layer][0] for layer in work.stage(stage)) for stage in stages)
+    layer = max((left[one][1] for one in set(layers)), default=0.0)
     return Memory(
         parameters=state.kept * own,
         gathered=state.gathered * gathered if sharded else 0.0,
@@ -81,7 +94,7 @@ def rank_memory(work: Workload, rank: int) -> Memory:
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def in_flight(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
     """Of each pipeline rank, the most (stage, micro-batch) pairs that wait for a backward pass: what
     ``schedule.pipeline.simulate`` counts, in closed form, for thousands of pipelines are asked about."""
@@ -92,16 +105,27 @@ def in_flight(kind: PipelineKind, ranks: int, stages_per_rank: int, microbatches
         return (every,) * ranks
     if kind == "zero_bubble":
         enough = 2 * ranks + microbatches % ranks  # more change nothing
-        return simulate(pipeline(kind, ranks, stages_per_rank, min(microbatches, enough))).alive
+        return _simulated(ranks, stages_per_rank, min(microbatches, enough))
     # A rank's forwards before its first backward, and the one that it alternates with.
     group = ceil(microbatches / max(1, microbatches // ranks))
     ahead = [(stages_per_rank - 1) * group + (1 + (stages_per_rank > 1)) * (ranks - 1 - rank) for rank in range(ranks)]
     return tuple(min(every, warm_up + 1) for warm_up in ahead)
 
 
+@lru_cache(maxsize=1024)
+def _simulated(ranks: int, stages_per_rank: int, microbatches: int) -> tuple[int, ...]:
+    return simulate(pipeline("zero_bubble", ranks, stages_per_rank, microbatches)).alive
+
+
 def _layer_weights(work: Workload, layer: Layer) -> float:
     dense, routed = work.shape.layer_parameters(layer)
     return dense / work.layout.tp + routed / (work.layout.tp * work.layout.ep)
+
+
+def what_is_left(work: Workload) -> dict[Layer, tuple[float, float]]:
+    """Of each kind of layer: what it leaves for its backward pass, and what that pass takes beside."""
+    kinds = set(work.shape.layers)
+    return {one: (saved_bytes(work, one), _computed_again(work, one) + _gradients(work, one)) for one in kinds}
 
 
 def saved_bytes(work: Workload, layer: Layer) -> float:

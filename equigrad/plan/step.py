@@ -66,6 +66,16 @@ def step(work: Workload, machine: str, fitted: Calibration | None = None, known:
     return _Clock(work, machine, fitted, known).step()
 
 
+def stage_seconds(
+    work: Workload, machine: str, fitted: Calibration | None = None, known: Hardware | None = None
+) -> list[tuple[float, float]]:
+    """Of each pipeline stage, forward and backward for one micro-batch: its layers, the head, and what ranks exchange
+    inside layers. Messages of the pipeline and sharded weights are not in it."""
+    clock = _Clock(work, machine, fitted or calibration(), known or hardware())
+    both = [clock.stage(stage) for stage in range(work.stages)]
+    return [(sum(forward.values()), sum(backward.values())) for forward, backward in both]
+
+
 class _Clock:
     """One workload on one machine, taken apart."""
 
@@ -106,19 +116,26 @@ class _Clock:
         """Seconds of one micro-batch through all stages of a pipeline rank, forward and backward."""
         forward, backward = Parts(), Parts()
         for stage in range(rank, self.work.stages, self.layout.pp):
-            layers = self.work.stage(stage)
-            for layer in set(layers):
-                for total, one in zip((forward, backward), self._layer(layer), strict=True):
-                    _add(total, one, layers.count(layer))
-            if stage == self.work.stages - 1:
-                for total, one in zip((forward, backward), self._head(), strict=True):
-                    _add(total, one)
+            for total, one in zip((forward, backward), self.stage(stage), strict=True):
+                _add(total, one)
             # A stage waits for what it receives from another rank, forward and backward, unless that travels meanwhile.
             if not self.work.overlap:
                 _add(forward, {"pipeline": self.message * (stage > 0)})
                 _add(backward, {"pipeline": self.message * (stage < self.work.stages - 1)})
         for total, reduces in ((forward, False), (backward, self.layout.reduce_every_round)):
             _add(total, self._sharding(rank, sum(total.values()), reduces))
+        return forward, backward
+
+    def stage(self, number: int) -> tuple[Parts, Parts]:
+        """Seconds of one micro-batch in a stage's layers, and in the head behind the last, forward and backward."""
+        forward, backward = Parts(), Parts()
+        layers = self.work.stage(number)
+        for layer in dict.fromkeys(layers):
+            for total, one in zip((forward, backward), self._layer(layer), strict=True):
+                _add(total, one, layers.count(layer))
+        if number == self.work.stages - 1:
+            for total, one in zip((forward, backward), self._head(), strict=True):
+                _add(total, one)
         return forward, backward
 
     def _layer(self, layer: Layer) -> tuple[Parts, Parts]:
