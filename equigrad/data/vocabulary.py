@@ -51,7 +51,10 @@ def training_texts(data: Data, limit: int = TRAINING_BYTES) -> Iterator[str]:
 def _template(path: str | None) -> str | None:
     if path is None:
         return None
+    file = Path(path).expanduser()
+    if file.exists() and not file.is_file():  # a pipe would never end
+        raise UserError(f"data.tokenizer.chat_template {path} is not a file")
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer.chat_template {path} cannot be read: {error}") from None

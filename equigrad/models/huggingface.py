@@ -137,6 +137,8 @@ def _kernel_pieces(name: str, config: Model) -> dict[str, Pieces]:
 def read_config(folder: Path) -> Model:
     """The model of a Hugging Face folder. ``UserError`` for families and features that we do not compute."""
     path = folder / "config.json"
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UserError(f"{path} is not a file")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,6 +3,7 @@ is told."""
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 from equigrad.audit import replay
 from equigrad.audit.report import sealed
+from equigrad.data.vocabulary import _template
+from equigrad.errors import UserError
+from equigrad.models.huggingface import read_config
 from equigrad.run import Run
 from tests.audit.runs import audit, change_manifest, rechained, trajectory, write
 from tests.jobs import inside
@@ -179,3 +183,12 @@ def test_only_audits_that_came_to_their_end_count(copy: Path, tmp_path: Path) ->
     ):
         (tmp_path / "strange.json").write_text(json.dumps(sealed(body | strange)))
         assert audit("--merge", tmp_path / "strange.json")[0] == 2
+
+
+def test_a_pipe_that_a_run_names_keeps_nobody_waiting(tmp_path: Path) -> None:
+    for name in ("config.json", "template"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"config\.json is not a file"):
+        read_config(tmp_path)
+    with pytest.raises(UserError, match="template is not a file"):
+        _template(str(tmp_path / "template"))
