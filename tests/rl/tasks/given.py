@@ -127,7 +127,7 @@ class Wild(Task):
             print("{}" * 1000)
             os.write(1, b"[1]\\n")
         if what == "talk":  # over the very socket, if it can be guessed
-            for descriptor in range(3, 20):
+            for descriptor in range(3, 4096):
                 try:
                     os.write(descriptor, b"[1]\\n")
                 except OSError:
