@@ -5,7 +5,7 @@ Nothing is fitted to the measured run. It was placed by colocation, first come f
 simulated too, to show what they would change. The 10,000 jobs are drawn from the 60, in random order, and arrive at
 random so that nine tenths of the devices would be asked for.
 
-    python benchmarks/simulate.py --data ../shared/data/cluster_jobs
+    python benchmarks/simulate.py
 """
 
 import random
@@ -27,7 +27,7 @@ from equigrad.plan.cluster.trace import Job, Timing, read_measured, read_profile
 
 REPOSITORY = Path(__file__).parents[1]
 OPTIONS = arguments("simulate", __doc__ or "", rounds=1, jobs=10_000,
-                    data=str(REPOSITORY.parent / "shared" / "data" / "cluster_jobs"))  # fmt: skip
+                    data=str(REPOSITORY / "benchmarks" / "data" / "cluster_jobs"))  # fmt: skip
 DATA = Path(OPTIONS.data)
 SERVERS = load_cluster(REPOSITORY / "docs" / "cluster.toml").servers
 

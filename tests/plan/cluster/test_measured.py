@@ -1,4 +1,4 @@
-"""A measured run of 60 jobs on 32 GPUs, where its files are at hand: beside the repository, not in it."""
+"""A measured run of 60 jobs on 32 GPUs."""
 
 import csv
 from dataclasses import astuple
@@ -12,8 +12,7 @@ from equigrad.plan.cluster.simulation import Sharing, simulate
 from equigrad.plan.cluster.trace import read_measured, read_profiles, read_trace
 
 REPOSITORY = Path(__file__).parents[3]
-DATA = REPOSITORY.parent / "shared" / "data" / "cluster_jobs"
-pytestmark = pytest.mark.skipif(not DATA.exists(), reason=f"no measured run at {DATA}")
+DATA = REPOSITORY / "benchmarks" / "data" / "cluster_jobs"
 
 
 def test_figures_are_within_five_percent_of_the_measured_ones() -> None:
