@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from equigrad.config.policy import Policy
 from equigrad.data.samples import Sample, SampleRef
@@ -82,6 +83,20 @@ def made(name: str, given: Sequence[Rollout], policy: dict[str, Any], mixed: boo
     return found, objective(chosen, 0.3 if mixed else 0.0)
 
 
+def one_step(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The record of a step and its gradients, whole, before they are clipped; a collective."""
+    kept, norm = dict[str, Tensor](), trainer.norm
+
+    def keep(gradients: Any) -> float:
+        whole = assemble({n: p.renamed(n) for n, p in gradients.items()})
+        kept.update({n: g.clone() for n, g in whole.items()})
+        return norm(gradients)
+
+    trainer.norm = keep  # type: ignore[method-assign]
+    record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
+    return record, kept
+
+
 def policy_step(
     layout: Layout, changes: dict[str, Any], folder: Path, name: str, policy: dict[str, Any], apart: bool, mixed: bool
 ) -> dict[str, Any]:
@@ -91,14 +106,6 @@ def policy_step(
     found, minimised = made(name, given, policy, mixed)
     trainer = Trainer(job, folder, pool_world(job), Given(found), minimised)  # type: ignore[arg-type]
     trainer.initialize(job.seed)
-    kept: dict[str, Any] = {}
-    norm = trainer.norm
-
-    def keep(gradients: Any) -> float:
-        kept.update(assemble({n: p.renamed(n) for n, p in gradients.items()}))
-        return norm(gradients)
-
-    trainer.norm = keep  # type: ignore[method-assign]
-    record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
+    record, gradients = one_step(trainer)
     figures = {n: record[n] for n in ("loss", "grad_norm", "loss_tokens", *minimised.sums)}
-    return {"figures": figures, "gradients": {n: g.clone() for n, g in kept.items()}}
+    return {"figures": figures, "gradients": gradients}

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from equigrad.data.samples import Sample
 from equigrad.numerics.row import Row
-from equigrad.parallel.stop import StopRequest
 from equigrad.rl.preferences import Pair, objective, samples
 from equigrad.rl.samples import Samples, known, together
 from equigrad.schedule.division import schedule_samples
 from equigrad.trainer import Trainer
-from tests.jobs import assemble, pool_world
+from tests.jobs import pool_world
 from tests.parallel.layouts import Layout
 from tests.parallel.outcomes import Pools, close, layout_job
-from tests.rl.policies import Given
+from tests.rl.policies import Given, one_step
 
 SMALL: dict[str, Any] = {"model__initializer_range": 0.2, "batch__row_tokens": 48}
 BETA = 0.3
@@ -65,16 +64,8 @@ def preference_step(layout: Layout, kind: str, folder: Path) -> dict[str, Any]:
     plain = together([(known(sample, {}), None) for sample in each(given)])
     scores = score(opened(job, folder / "scores", plain), plain)
     made, margins = samples(given, scores, reference_of(scores), BETA)
-    trainer, kept = opened(job, folder / "step", made, objective()), dict[str, Tensor]()
-    norm = trainer.norm
-
-    def keep(gradients: Any) -> float:
-        kept.update(assemble({n: p.renamed(n) for n, p in gradients.items()}))
-        return norm(gradients)
-
-    trainer.norm = keep  # type: ignore[method-assign]
-    record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
-    return {"scores": scores, "loss": record["loss"], "margins": margins, "gradients": kept}
+    record, gradients = one_step(opened(job, folder / "step", made, objective()))
+    return {"scores": scores, "loss": record["loss"], "margins": margins, "gradients": gradients}
 
 
 def test_a_step_on_preferences_is_that_of_its_formula(tmp_path: Path) -> None:
