@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from equigrad.config import Job
+from equigrad.config.layout import Layout
 from equigrad.config.lora import Lora
 from equigrad.config.model import Model
 from equigrad.memory import recompute
@@ -19,6 +20,7 @@ from equigrad.numerics.exact.grids import term_bits
 from equigrad.numerics.exact.ops import ExactOps
 from equigrad.numerics.native import NativeOps
 from equigrad.numerics.ops import COMPUTE_DTYPES, Ops
+from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.placement import Placement, whole
 from equigrad.parallel.sharding import data_mesh, shard
 from equigrad.parallel.world import World
@@ -41,17 +43,24 @@ def build_parts(job: Job, world: World) -> dict[int, Decoder]:
     return {number: _build(job, world, parts[number], exact) for number in range(pipe.rank, len(parts), pipe.size)}
 
 
+def build_replica(job: Job, device: torch.device, tensor: Axis = ALONE) -> Decoder:
+    """The whole decoder for sampling, on one rank or divided over the ranks of an axis, not sharded, not yet given
+    values."""
+    axes = {"tp": tensor} if tensor.size > 1 else {}
+    world = World(Layout(tp=tensor.size), tensor.rank, tensor.size, 0, device, None, axes=axes)
+    (part,) = cut_into_parts(job.model, 1, job.data.context)
+    if job.numerics.kind == "exact":
+        return _build(job, world, part, _grids(job, world, part))
+    # Compiled blocks would be compiled again for nearly every number of sequences.
+    return _build(
+        job.model_copy(update={"numerics": job.numerics.model_copy(update={"compile": False})}), world, part, None
+    )
+
+
 def _grids(job: Job, world: World, part: Part) -> Grids:
     """All channel grids of the model."""
     specs, boxes = parameter_specs(job.model, job.lora), places(job.model, world, part, job.lora)
-    return grids(job.model, specs, boxes, most_tokens(job), world.device)
-
-
-def most_tokens(job: Job) -> int:
-    """Of one step, as the job allows them; sums over tokens are exact up to so many."""
-    if job.batch.samples is not None:
-        return job.batch.samples * job.data.context
-    return max(job.batch.budget, job.data.context)
+    return grids(job.model, specs, boxes, job.most_tokens, world.device)
 
 
 def _ops(job: Job, world: World) -> Ops:
@@ -60,7 +69,7 @@ def _ops(job: Job, world: World) -> Ops:
         return NativeOps(dtype, budget)
     check_subnormals(world.device)
     run_fused(one_pass(world.device) if job.numerics.compile else "plain")
-    return ExactOps(dtype, budget, job.model.max_position_embeddings, term_bits(most_tokens(job)))
+    return ExactOps(dtype, budget, job.model.max_position_embeddings, term_bits(job.most_tokens))
 
 
 def _build(job: Job, world: World, part: Part, exact: Grids | None) -> Decoder:

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from equigrad.config import Job
-from equigrad.data.stream import HeldOut, Stream
+from equigrad.data.samples import Reader
+from equigrad.data.stream import HeldOut
 from equigrad.execution import Execution
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
@@ -27,7 +29,7 @@ class Evaluation:
     bytes: int
 
     def record(self) -> dict[str, float]:
-        """With the names that metrics and summaries use."""
+        """With the names that metrics use."""
         names = {
             "loss": "held_out_loss",
             "bits_per_byte": "held_out_bits_per_byte",
@@ -35,14 +37,31 @@ class Evaluation:
         }
         return {names.get(k, k): v for k, v in asdict(self).items()}
 
+    def summary(self) -> dict[str, float]:
+        """With the names that summaries use."""
+        found = {name: value for name, value in self.record().items() if name.startswith("held_out")}
+        return found | {"held_out_tokens": self.tokens, "held_out_bytes": self.bytes}
+
+
+class HeldOutResult(Protocol):
+    """What a trainer's evaluation gives."""
+
+    def record(self) -> dict[str, float]:
+        """With the names that metrics use."""
+        ...
+
+    def summary(self) -> dict[str, float]:
+        """With the names that summaries use."""
+        ...
+
 
 class Stopped(Exception):
-    """An evaluation ended early on all ranks, because some rank was asked to stop."""
+    """What is no step, such as an evaluation, ended early on all ranks, because some rank was asked to stop."""
 
 
 def evaluate(
     execution: Execution,
-    stream: Stream,
+    stream: Reader,
     held_out: HeldOut,
     job: Job,
     world: World,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equigrad.config import Job
 from equigrad.data.samples import Reader, Sample, SampleRef
-from equigrad.data.stream import Batch, Stream
+from equigrad.data.stream import Batch
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
 from equigrad.numerics.deferred import DeferredWeightGradients
@@ -36,7 +36,7 @@ from equigrad.schedule.packing import Schedule
 from equigrad.schedule.pipeline import programs
 
 Term = Callable[[Tensor, Mapping[str, Tensor], Ops], tuple[Tensor, Tensor | None]]
-"""Losses of a row's tokens, and what is known of them -> what is added up over rows: a scalar, and further numbers."""
+"""Losses of a row's tokens, and what is known of them -> a scalar, added up over rows, and what is told besides."""
 BalanceTerm = Callable[[Loads], Tensor | None]
 
 _NUMBER = "number"
@@ -53,12 +53,14 @@ class Outcome:
     further: sum of the losses of multi-token prediction, the mean over its modules, where ``loss`` is counted
     tokens:  tokens that it computed, counted once
     sums:    what the objective tells besides, where ``loss`` is counted
+    peaks:   the same, of which the largest of all ranks counts
     """
 
     loss: float
     further: float
     tokens: int
     sums: tuple[float, ...] = ()
+    peaks: tuple[float, ...] = ()
 
 
 class Execution:
@@ -80,11 +82,12 @@ class Execution:
         self._objective = objective or LanguageModel()
         self._pipeline = world.axis("pp")
 
-    def train(self, stream: Stream, batch: Batch, schedule: Schedule) -> Outcome:
+    def train(self, stream: Reader, batch: Batch, schedule: Schedule) -> Outcome:
         """Accumulate the gradients of this lane's rows in the parameters."""
         model, layout = self._job.model, self._job.layout
         rows = list(self._rows(stream, batch.samples, schedule, model.mtp_layers, self._objective.streams))
-        work = _Work(rows, partial(self._objective, normaliser=batch.loss_tokens), self._balance_term(batch.tokens))
+        term = partial(self._objective, normaliser=batch.loss_tokens)
+        work = _Work(rows, term, self._balance_term(batch.tokens), batch.temperature)
         if model.mtp_layers:
             depths = range(1, model.mtp_layers + 1)
             work.counts = [further_loss_tokens(stream, batch.samples, depth) for depth in depths]
@@ -116,7 +119,7 @@ class Execution:
         return term
 
     @torch.no_grad()
-    def evaluate(self, stream: Stream, samples: Sequence[SampleRef], schedule: Schedule) -> Outcome:
+    def evaluate(self, stream: Reader, samples: Sequence[SampleRef], schedule: Schedule) -> Outcome:
         """The sum of the losses of this lane's rows."""
         rows = self._rows(stream, samples, schedule)
         if self._pipeline.size > 1:
@@ -129,9 +132,11 @@ class Execution:
         return self._outcome(losses, work)
 
     @torch.no_grad()
-    def score(self, stream: Reader, samples: Sequence[SampleRef], schedule: Schedule) -> list[np.ndarray]:
-        """Of each sample, the log-probability of each of its labels, float32 [length]; NaN where that is not in the
-        loss. On every rank; a collective."""
+    def score(
+        self, stream: Reader, samples: Sequence[SampleRef], schedule: Schedule, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """Of each sample, the log-probability of each of its labels at a temperature, float32 [length]; NaN where that
+        is not in the loss. On every rank; a collective."""
         found: list[tuple[np.ndarray, np.ndarray]] = []
 
         def kept(losses: Tensor, known: Mapping[str, Tensor], ops: Ops) -> tuple[Tensor, None]:
@@ -140,7 +145,7 @@ class Execution:
 
         starts = np.cumsum([0, *(sample.length for sample in samples)]).tolist()
         numbered = _Numbered(stream, dict(zip(samples, starts, strict=False)))
-        work = _Work(list(self._rows(numbered, samples, schedule, known=(_NUMBER,))), kept, None)
+        work = _Work(list(self._rows(numbered, samples, schedule, known=(_NUMBER,))), kept, None, temperature)
         if self._pipeline.size > 1:
             self._piped(work, schedule, backward=False)
         else:
@@ -173,12 +178,13 @@ class Execution:
         return self._outcome([losses[number] for number in sorted(losses)], work)
 
     def _outcome(self, losses: Sequence[Tensor], work: "_Work") -> Outcome:
-        count = len(self._objective.sums)
+        sums, peaks = self._objective.sums, self._objective.peaks
         if self._world.axis("tp").rank > 0:  # all tensor ranks have the same
-            return Outcome(0.0, 0.0, 0, (0.0,) * count)
-        sums = torch.stack(work.sums).sum(0).tolist() if work.sums else [0.0] * count
+            return Outcome(0.0, 0.0, 0, (0.0,) * sums, (0.0,) * peaks)
+        told = torch.stack(work.told) if work.told else torch.zeros(1, sums + peaks)
         tokens = work.tokens if self._pipeline.rank == 0 else 0
-        return Outcome(_added(losses), _added(work.further), tokens, tuple(sums))
+        added, largest = told[:, :sums].sum(0).tolist(), told[:, sums:].amax(0).tolist()
+        return Outcome(_added(losses), _added(work.further), tokens, tuple(added), tuple(largest))
 
 
 def _added(values: Sequence[Tensor]) -> float:
@@ -205,16 +211,19 @@ class _Work:
     """What is to be computed of some rows, and the further terms of the loss that came of it.
 
     tokens:      this rank's, of all rows
-    sums:        what the objective tells of each row besides
+    told:        what the objective tells of each row besides
+    temperature: of the loss
     further:     losses of multi-token prediction, one for each row, the mean over the modules
     counts:      the normaliser of each module
     coefficient: what their mean is multiplied by
     """
 
-    def __init__(self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None") -> None:
-        self.rows, self._term, self._balance_term = rows, term, balance_term
+    def __init__(
+        self, rows: Sequence[RowTensors], term: Term, balance_term: "BalanceTerm | None", temperature: float = 1.0
+    ) -> None:
+        self.rows, self._term, self._balance_term, self._temperature = rows, term, balance_term, temperature
         self.tokens = sum(len(row.ids) for row in self.rows)
-        self.sums: list[Tensor] = []
+        self.told: list[Tensor] = []
         self.further: list[Tensor] = []
         self.counts: list[int] = []
         self.coefficient = 0.0
@@ -222,12 +231,12 @@ class _Work:
     def forward(self, part: Decoder, x: Tensor | None, number: int) -> Tensor:
         """One row through one part: the residual stream that leaves it, or the row's term of the loss."""
         row, loads = self.rows[number], Loads()
-        y = part(row.ids, row.row, row.labels, row.at, x, loads, row.ahead)
+        y = part(row.ids, row.row, row.labels, row.at, x, loads, row.ahead, self._temperature)
         if part.part.last:
             own, *further = y if row.ahead else (y,)
-            y, sums = self._term(own, row.known, part.ops)
-            if sums is not None:
-                self.sums.append(sums)
+            y, told = self._term(own, row.known, part.ops)
+            if told is not None:
+                self.told.append(told)
             if further:
                 # No label at all is so far ahead: then none is counted, and the sum over none is zero.
                 modules = len(further)

@@ -8,7 +8,7 @@ from equigrad import __version__
 from equigrad.checkpoint.huggingface import load_weights
 from equigrad.config import Job
 from equigrad.data.index import Stats
-from equigrad.data.stream import Stream
+from equigrad.data.stream import Batches, Stream
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.data.vocabulary import build_tokenizer
 from equigrad.files import writing
@@ -16,23 +16,27 @@ from equigrad.models.specs import parameter_specs
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.world import World
 from equigrad.resolve import check_layout, find_weights, resolve_vocabulary, resolve_weights
+from equigrad.rl.problems import ProblemStream
+from equigrad.rl.trainer import PolicyTrainer
 from equigrad.run import Run
 from equigrad.trainer import Trainer
 
 
-def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokenizer, Stream]:
+def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokenizer, Batches]:
     """Resolve the job and open its data. Rank 0 makes what is shared (run folder, tokenizer), each machine's first
     rank what is kept on that machine (tokenised sources); the others read it."""
 
-    def make() -> tuple[Job, Tokenizer, Stream]:
+    def make() -> tuple[Job, Tokenizer, Stream | None]:
         resolved = job if resume else resolve_weights(job)
         check_layout(resolved)
         tokenizer = build_tokenizer(resolved.data, run.tokenizer)
         resolved = resolve_vocabulary(resolved, tokenizer)
+        if resolved.rl is not None:
+            return resolved, tokenizer, None
         progress = _tokenising() if world.is_main else None
         return resolved, tokenizer, Stream(resolved.data, resolved.batch, resolved.seed, tokenizer, progress)
 
-    def create() -> tuple[Job, Tokenizer, Stream]:
+    def create() -> tuple[Job, Tokenizer, Stream | None]:
         if not resume:
             run.check_free()  # again, under the lock: another start may have been faster, and must not be cleared away
             run.clear()
@@ -45,18 +49,23 @@ def prepare(job: Job, run: Run, world: World, resume: bool) -> tuple[Job, Tokeni
             print(
                 f"tokenizer: {got:,} tokens of the {asked.vocab_size:,} asked for; the text has no more pairs to merge"
             )
-        for stats in made[2].stats:
+        for stats in made[2].stats if made[2] else ():
             print(_line(stats))
         return made
 
     first = world.run_where(world.is_main, create)
     second = world.run_where(world.local_rank == 0 and not world.is_main, make)
     rest = world.run_where(world.local_rank != 0, make)
-    prepared: tuple[Job, Tokenizer, Stream] = first or second or rest
-    return prepared
+    resolved, tokenizer, stream = first or second or rest
+    return resolved, tokenizer, stream or ProblemStream(resolved, tokenizer, world)
 
 
-def agree(job: Job, tokenizer: Tokenizer, stream: Stream, world: World) -> None:
+def trainer_class(job: Job) -> type[Trainer]:
+    """Of the trainer that a job wants."""
+    return Trainer if job.rl is None else PolicyTrainer
+
+
+def agree(job: Job, tokenizer: Tokenizer, stream: Batches, world: World) -> None:
     """Ranks that were started with different words, or see different files, must not work together."""
     facts = {
         "version of equigrad": __version__,

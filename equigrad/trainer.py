@@ -12,9 +12,9 @@ from equigrad.build import build_parts
 from equigrad.checkpoint.rng import rng_state, set_rng_state
 from equigrad.checkpoint.state import Checkpointer, load
 from equigrad.config import Job
-from equigrad.data.stream import Batch, Stream
+from equigrad.data.stream import Batch, Batches
 from equigrad.errors import UserError
-from equigrad.evaluation import Evaluation, Stopped, evaluate
+from equigrad.evaluation import HeldOutResult, Stopped, evaluate
 from equigrad.execution import Execution, Outcome
 from equigrad.models.balance import Balance
 from equigrad.models.decoder import Decoder
@@ -45,7 +45,7 @@ class Trainer:
     """One run on this rank. Its whole state: parameters, optimizer, loads, grids, data cursor, counters, generators."""
 
     def __init__(
-        self, job: Job, folder: Path, world: World, stream: Stream, objective: Objective | None = None
+        self, job: Job, folder: Path, world: World, stream: Batches, objective: Objective | None = None
     ) -> None:
         """``objective``: what is minimised; by default the cross-entropy of the tokens in the loss."""
         self.job, self.folder, self.world, self.stream = job, folder, world, stream
@@ -93,9 +93,12 @@ class Trainer:
                 began = time.perf_counter()
                 self.counters["wall_seconds"] += began - mark
                 mark = began
-                with profiler.step(self.step + 1), self._held():
-                    batch = self.stream.next_batch()
-                    record, stopped = self.update(batch, stop)
+                try:
+                    with profiler.step(self.step + 1), self._held():
+                        batch = self.next_batch(stop)
+                        record, stopped = self.update(batch, stop)
+                except Stopped:
+                    break
                 seconds = time.perf_counter() - began
                 self.counters["step_seconds"] += seconds
                 observer.step(record | {"step_seconds": seconds}, batch)
@@ -112,6 +115,11 @@ class Trainer:
                 self.save()
         self.counters["wall_seconds"] += time.perf_counter() - mark
         return self.step >= job.train.steps
+
+    def next_batch(self, stop: StopRequest) -> Batch:
+        """What the next step trains on. Raises ``Stopped``, on all ranks, where that takes time and a rank was asked to
+        stop."""
+        return self.stream.next_batch()
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -136,15 +144,17 @@ class Trainer:
         norm = self.norm(gradients)
         figures = [own.loss, own.further, float(own.tokens), float(stop.asked), *own.sums]
         loss, further, executed, asked, *sums = world.sum(figures)
+        peaks = torch.tensor(own.peaks, dtype=torch.float64, device=world.device)
+        world.largest(peaks)
         balance = self.balance.term(probability, batch.tokens)
-        lr = learning_rate(job.optim, self.step, job.train.steps)
+        lr = self.learning_rate()
         self._apply(gradients, loss, norm, lr, counts)
         self.step += 1
         self.counters["tokens"] += batch.tokens
         record = {"kind": "step", "step": self.step, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": batch.tokens,
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
-        record |= zip(self.objective.sums, sums, strict=True)
+        record |= self.objective.figures(sums, peaks.tolist()) | dict(batch.facts)
         if job.optim.orthogonal:
             record["optimizer_seconds"], record["optimizer_bytes"] = self._update_cost
         if job.model.mtp_layers:
@@ -152,6 +162,10 @@ class Trainer:
         if self.balance.layers:
             record |= {"balance_loss": balance} | self.balance.metrics(counts)
         return record, asked > 0
+
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return learning_rate(self.job.optim, self.step, self.job.train.steps)
 
     def _agree(self, batch: Batch, schedule: Schedule) -> None:
         """Before any work, and on all ranks alike: everyone means the same step, and there is something to learn."""
@@ -253,7 +267,7 @@ class Trainer:
 
     def evaluate(
         self, observer: "Observer", max_tokens: int | None = None, stop: StopRequest | None = None
-    ) -> Evaluation | None:
+    ) -> HeldOutResult | None:
         """Held-out loss; None where nothing is held out. Raises ``Stopped``, on all ranks, where one was asked to."""
         held_out = self.stream.held_out(max_tokens)
         if not held_out.samples:
@@ -298,5 +312,5 @@ class Observer:
     def evaluating(self) -> None:
         """Before every evaluation, on every rank."""
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
+    def evaluation(self, step: int, result: HeldOutResult) -> None:
         """After every evaluation, on every rank."""

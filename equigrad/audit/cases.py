@@ -61,9 +61,8 @@ def work(case: Case, file: Path, steps: int) -> int:
     from equigrad.checkpoint.state import Checkpointer
     from equigrad.parallel.stop import StopRequest
     from equigrad.parallel.world import start
-    from equigrad.prepare import give_state, prepare
+    from equigrad.prepare import give_state, prepare, trainer_class
     from equigrad.run import Run
-    from equigrad.trainer import Trainer
 
     job = case.job(file)
     world = start(job.layout)
@@ -71,7 +70,7 @@ def work(case: Case, file: Path, steps: int) -> int:
     with redirect_stdout(io.StringIO()):  # what the data is was told once, if at all
         job, _, stream = prepare(job, run, world, resume=True)
 
-    class Watched(Trainer):
+    class Watched(trainer_class(job)):  # type: ignore[misc]
         """Keeps the gradients of its last step."""
 
         def norm(self, gradients: Any) -> float:
@@ -85,10 +84,11 @@ def work(case: Case, file: Path, steps: int) -> int:
     config = job.checkpoint.model_copy(update={"asynchronous": False, "keep_last": steps + 1})
     saved = Checkpointer(Path(case.folder) / "checkpoints", config)
     saved.save(0, trainer.state(), {})
+    stop = StopRequest()
     for step in range(1, steps + 1):
         if case.follows is not None:
             _follow(trainer, Path(case.follows) / "checkpoints", step - 1)
-        record, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
+        record, _ = trainer.update(trainer.next_batch(stop), stop)
         figures = {key: float(record[key]).hex() for key in ("loss", "grad_norm", "lr", *FURTHER) if key in record}
         figures["redone"] = float(trainer.redone).hex()
         saved.save(step, trainer.state() | trainer.kept, figures | {"copies": unequal_copies(trainer.state())})

@@ -11,13 +11,13 @@ from equigrad import __version__
 from equigrad.audit import trajectory
 from equigrad.audit.trajectory import SECTIONS, Contradiction, Line, Unverifiable, canonical, linked, sha
 from equigrad.checkpoint.digest import tree
-from equigrad.data.stream import Batch, Stream
+from equigrad.data.stream import Batch, Batches
 from equigrad.errors import UserError
 from equigrad.files import in_one_piece, writing
 from equigrad.trainer import Trainer
 
 
-def batch_digest(stream: Stream, batch: Batch) -> str:
+def batch_digest(stream: Batches, batch: Batch) -> str:
     """SHA-256 of the samples in their order: of each one its streams by name, little-endian behind a line that tells
     name, type and length."""
     found = hashlib.sha256()
@@ -29,7 +29,7 @@ def batch_digest(stream: Stream, batch: Batch) -> str:
     return found.hexdigest()
 
 
-def data_digests(stream: Stream) -> list[str]:
+def data_digests(stream: Batches) -> list[str]:
     """Of the tokens of each source of training data."""
     return [source["digest"] for source in stream.cursor()["sources"]]
 

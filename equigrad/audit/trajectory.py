@@ -89,6 +89,8 @@ def settings(job: Job) -> dict[str, Any]:
     if exact:
         left_out |= {"memory": True, "numerics": {"compile"}, "batch": {"row_tokens", "packing"}}
     found = job.model_dump(mode="json", exclude=left_out)
+    if job.rl is None:  # as it was before jobs had that section
+        del found["rl"]
     found["optim"]["schedule_steps"] = job.optim.schedule_steps or max(1, job.train.steps)
     # What the rule does not read decides nothing, nor do rates of roles where they are none of their own.
     unused = set().union(*USES.values()) - USES[job.optim.name] | {"preset"}

@@ -9,7 +9,7 @@ from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.data.stream import Batch
 from equigrad.data.tokenizers import Tokenizer
-from equigrad.evaluation import Evaluation, Stopped
+from equigrad.evaluation import HeldOutResult, Stopped
 from equigrad.execution import WholeModel
 from equigrad.files import write_json, writing
 from equigrad.memory.allocator import keep_freed_memory
@@ -23,7 +23,7 @@ from equigrad.observe.text import duration
 from equigrad.parallel.ranks import SharedUserError
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World, start
-from equigrad.prepare import agree, give_state, prepare
+from equigrad.prepare import agree, give_state, prepare, trainer_class
 from equigrad.run import Run
 from equigrad.trainer import Observer, Trainer
 
@@ -41,7 +41,7 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
 def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
     agree(job, tokenizer, stream, world)
-    trainer = Trainer(job, run.folder, world, stream)
+    trainer = trainer_class(job)(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
     checkpoint = latest(run.folder / "checkpoints") if resume else None
     world.agree({"checkpoint": checkpoint and checkpoint.name}, "where to resume")
@@ -136,7 +136,7 @@ class _Observer(Observer):
         if self._progress is not None:
             self._progress.evaluating()
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
+    def evaluation(self, step: int, result: HeldOutResult) -> None:
         if self._peak is not None:
             self._log({"kind": "eval", "step": step} | result.record())
 
@@ -145,7 +145,7 @@ class _Observer(Observer):
             self._sinks.log(record)
 
 
-def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluation | None) -> None:
+def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: HeldOutResult | None) -> None:
     """Leave sample, digest, summary and report of a finished run."""
     job, counters = trainer.job, trainer.counters
     sample = _sample(trainer, tokenizer)
@@ -168,8 +168,7 @@ def _finish(trainer: Trainer, run: Run, tokenizer: Tokenizer, held_out: Evaluati
         "parameter_digest": parameter_digest,
     }
     if held_out is not None:
-        summary |= {k: v for k, v in held_out.record().items() if k.startswith("held_out")}
-        summary |= {"held_out_tokens": held_out.tokens, "held_out_bytes": held_out.bytes}
+        summary |= held_out.summary()
     run.write_summary(summary)
     _tell(run, job)
 
@@ -182,6 +181,9 @@ def _tell(run: Run, job: Job) -> None:
         bits, loss = summary["held_out_bits_per_byte"], summary["held_out_loss"]
         print(f"held-out text: {bits:.3f} bits per byte, loss {loss:.4f} per token"
               f" ({summary['held_out_tokens']:,} tokens in the loss, {summary['held_out_bytes']:,} bytes)")  # fmt: skip
+    if summary.get("held_out_reward") is not None:
+        reward, solved, count = (summary[f"held_out_{key}"] for key in ("reward", "solved", "problems"))
+        print(f"held-out problems: mean reward {reward:.3f}, {solved:.1%} of {count:,} solved")
     print(f"parameter digest {summary['parameter_digest']}")
     if job.observe.report:
         from equigrad.observe.report import write_report

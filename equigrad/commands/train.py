@@ -104,9 +104,7 @@ def _dry_run(job: Job) -> int:
         size = _vocabulary(job)
         job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": size})})
     memory = estimate(job, _alive(job))
-    tokens = f"{job.batch.samples} samples of at most {job.data.context}"
-    if job.batch.samples is None:
-        tokens = f"at most {job.batch.budget:,}"
+    tokens = f"at most {job.most_tokens:,}"
     print(dump_toml(job))
     trained = f" ({parameter_count(job.model, job.lora, trained=True):,} of them trained)" if job.lora else ""
     print(f"# parameters        {parameter_count(job.model, job.lora):,}{trained}")
@@ -125,11 +123,10 @@ def _alive(job: Job) -> Sequence[int]:
     """How many rows' activations each pipeline rank holds at one time, in a step of full rows."""
     from equigrad.schedule.pipeline import pipeline, simulate
 
-    layout, batch = job.layout, job.batch
+    layout = job.layout
     if layout.pp == 1:
         return (1,)
-    tokens = batch.samples * job.data.context if batch.samples is not None else batch.budget
-    rows = -(-tokens // (batch.row_tokens * layout.data_lanes))
+    rows = -(-job.most_tokens // (job.batch.row_tokens * layout.data_lanes))
     return simulate(pipeline(layout.pp_schedule, layout.pp, layout.pp_stages, rows)).alive
 
 

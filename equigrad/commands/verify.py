@@ -31,6 +31,11 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         check_target(Path(arguments.json))
     job = resolve_weights(load_job(Path(arguments.job), overrides))
     kind = arguments.numerics or job.numerics.kind
+    if job.rl is not None and kind == "native":
+        raise UserError(
+            "in native numerics what is sampled depends on rounding, so two ways to do a step of reinforcement learning"
+            " train on other tokens: verify it with --numerics exact"
+        )
     with tempfile.TemporaryDirectory(prefix="equigrad-verify-") as name:
         return _verify(job, kind, arguments, Path(name))
 

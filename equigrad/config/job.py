@@ -1,5 +1,6 @@
 """The whole job: one section per room, one file per job."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -16,6 +17,7 @@ from equigrad.config.model import Model
 from equigrad.config.numerics import Numerics
 from equigrad.config.observe import Observe
 from equigrad.config.optim import Optim
+from equigrad.config.rl import Rl
 from equigrad.config.train import Train
 
 
@@ -33,12 +35,22 @@ class Job(Section):
     lora: Lora | None = None
     """Train adapters in place of the weights."""
     optim: Optim = Optim()
+    rl: Rl | None = None
+    """Reinforcement learning in place of the data's own samples."""
     layout: Layout = Layout()
     numerics: Numerics = Numerics()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     observe: Observe = Observe()
     audit: Audit = Audit()
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one step."""
+        context, batch = self.data.context, self.batch
+        if self.rl is not None:
+            return self.rl.most_samples * context
+        return batch.samples * context if batch.samples is not None else max(batch.budget, context)
 
     def common(self) -> dict[str, Any]:
         """What must be the same on all ranks: everything but where each of them keeps and computes it."""
@@ -70,4 +82,20 @@ class Job(Section):
             )
         if self.model.weights is None and (problems := list(misfits(self.layout, self.model))):
             raise ValueError("\n".join(problems))
+        if self.rl is not None and (wrong := next(self._unfit_for_rl(self.rl), None)):
+            raise ValueError(wrong)
         return self
+
+    def _unfit_for_rl(self, rl: Rl) -> Iterator[str]:
+        if rl.longest >= self.data.context:
+            yield (
+                f"rl.longest {rl.longest} leaves no room for a question: a conversation has at most data.context ="
+                f" {self.data.context} tokens"
+            )
+        if self.audit.enabled:
+            yield "audit.enabled: audits do not replay reinforcement learning yet; `equigrad verify` compares its steps"
+        if rl.tp > self.layout.world_size:
+            yield f"rl.tp {rl.tp} is more than the {self.layout.world_size} processes of the layout"
+        if self.model.weights is None:
+            for problem in misfits(Layout(tp=rl.tp), self.model):
+                yield f"rl.tp {rl.tp}: {problem}"

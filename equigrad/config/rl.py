@@ -1,159 +1,43 @@
-"""What a model is asked in reinforcement learning, and how its answers are judged."""
+"""Reinforcement learning: what the model is asked, how it answers, and what is made of that."""
 
-import difflib
-import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from equigrad.config.base import Section
-
-BUILT_IN = ("arithmetic", "calculator", "countdown", "format", "sequences")
-GYM = "reasoning-gym:"
-JSONL = (".jsonl", ".jsonl.gz")
-
-MOST_LEVELS = 64
-_Count = Annotated[int, Field(ge=1, le=1000)]
-_Bound = Annotated[int, Field(ge=2, le=10**18)]
-
-
-class TaskChoice(Section):
-    """One task. A bare string in ``rl.task`` is short for ``{name = "..."}``."""
-
-    name: str = Field(min_length=1)
-    """``arithmetic``, ``calculator``, ``countdown``, ``format`` or ``sequences``; a class in a Python file,
-    ``my_task.py:Task``; a ``.jsonl`` file of prompts with answers; or ``reasoning-gym:NAME`` (needs the ``gym`` extra).
-    Docs: [Tasks](rl-tasks.md)."""
-    weight: float = Field(1.0, gt=0)
-    """Share of the problems drawn from this task, relative to the other tasks, to a thousandth."""
-    options: dict[str, Any] = {}
-    """Arguments of the class in a Python file, or of the dataset in reasoning-gym. Built-in tasks have sections."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_string(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("name")
-    @classmethod
-    def _is_a_task(cls, name: str) -> str:
-        file, colon, attribute = name.rpartition(":")
-        if name in BUILT_IN or name.endswith(JSONL):
-            return name
-        if name.startswith(GYM) and len(name) > len(GYM):
-            return name
-        if colon and file.endswith(".py") and attribute.isidentifier():
-            return name
-        if name.endswith(".py"):
-            raise ValueError(f'no class is named: "{name}:Task", if the class is called Task')
-        close = difflib.get_close_matches(name, BUILT_IN, 1, 0.6)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(BUILT_IN)}, and your own"
-        raise ValueError(f"no such task; {hint}")
-
-    @field_validator("options")
-    @classmethod
-    def _are_plain(cls, options: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(options, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"options are text, numbers, lists and tables of these: {error}") from None
-        return options
-
-    @model_validator(mode="after")
-    def _options_have_a_taker(self) -> "TaskChoice":
-        if self.options and self.name in BUILT_IN:
-            raise ValueError(f"options of {self.name} are the keys of the section [rl.{self.name}]")
-        if self.options and self.name.endswith(JSONL):
-            raise ValueError("options of JSONL files are the keys of the section [rl.jsonl]")
-        return self
+from equigrad.config.policy import Policy
+from equigrad.config.tasks import (
+    Arithmetic,
+    Calculator,
+    Countdown,
+    Curriculum,
+    Format,
+    Jsonl,
+    Sequences,
+    TaskChoice,
+)
 
 
-class Curriculum(Section):
-    """How difficulty follows what the model can do. Held-out problems are of all levels alike, always."""
+class Warmup(Section):
+    """Imitation of solved problems before reinforcement learning: a model that never solves one learns nothing."""
 
-    enabled: bool = True
-    """Begin at level ``start`` and move with the rewards; else draw from all levels alike."""
-    start: int = Field(0, ge=0, lt=MOST_LEVELS)
-    """First level; where a task has fewer, its last."""
-    window: int = Field(256, ge=1)
-    """Verdicts on problems of a level before it is decided whether to leave it."""
-    raise_at: float = Field(0.8, gt=0, le=1)
-    """Mean reward from which on the next level follows."""
-    lower_at: float = Field(0.0, ge=0, lt=1)
-    """Mean reward below which the level before returns; 0: never."""
-    review: float = Field(0.2, ge=0, lt=1)
-    """Share of problems from levels already passed."""
-
-    @model_validator(mode="after")
-    def _thresholds_are_apart(self) -> "Curriculum":
-        if self.lower_at >= self.raise_at:
-            raise ValueError(f"lower_at {self.lower_at} is not below raise_at {self.raise_at}: levels would swing")
-        return self
-
-
-class Arithmetic(Section):
-    """Two whole numbers, one operation."""
-
-    operations: list[Literal["add", "subtract", "multiply"]] = Field(["add", "subtract"], min_length=1)
-    """Drawn alike often."""
-    below: list[_Bound] = Field([10, 20, 50, 100], min_length=1, max_length=MOST_LEVELS)
-    """Both operands are from 0 to less than this, level by level."""
-
-
-class Calculator(Section):
-    """An expression too long to solve at sight, and a calculator to ask."""
-
-    operands: list[Annotated[int, Field(ge=2, le=10)]] = Field([2, 3, 4], min_length=1, max_length=MOST_LEVELS)
-    """Numbers in the expression, level by level."""
-    below: Annotated[int, Field(ge=2, le=10**9)] = 1000
-    """They are from 1 to less than this."""
-    most_calls: int = Field(4, ge=1)
-    """Calls that the calculator answers in one conversation."""
-
-
-class Countdown(Section):
-    """Make a target out of given numbers, each used at most once."""
-
-    numbers: list[Annotated[int, Field(ge=2, le=10)]] = Field([3, 4], min_length=1, max_length=MOST_LEVELS)
-    """How many numbers are given, level by level."""
-    largest: Annotated[int, Field(ge=2, le=10**6)] = 50
-    """They are from 1 to this."""
-    target: Annotated[int, Field(ge=1, le=10**9)] = 100
-    """Largest target."""
-
-
-class Format(Section):
-    """Words in a given form."""
-
-    rules: list[Annotated[int, Field(ge=2, le=5)]] = Field([2, 3, 4, 5], min_length=1, max_length=MOST_LEVELS)
-    """How many rules hold together, level by level: the first word, the number of words, then case, separator and
-    brackets."""
-    words: Annotated[int, Field(ge=1, le=100)] = 8
-    """Most words."""
-
-
-class Sequences(Section):
-    """Copy, reverse or sort a list."""
-
-    kinds: list[Literal["copy", "reverse", "sort"]] = Field(["copy", "reverse", "sort"], min_length=1)
-    """Drawn alike often."""
-    lengths: list[_Count] = Field([3, 5, 8, 12], min_length=1, max_length=MOST_LEVELS)
-    """Items of a list, level by level."""
-    items: Literal["letters", "numbers"] = "letters"
-    """``letters``: a to z. ``numbers``: 0 to 99, sorted by value."""
-
-
-class Jsonl(Section):
-    """The keys of records in ``.jsonl`` tasks."""
-
-    prompt: str = Field("prompt", min_length=1)
-    """Text, or the messages of a chat."""
-    answer: str = Field("answer", min_length=1)
-    """Text, a number, or a list of them, of which any will do."""
+    steps: int = Field(0, ge=0)
+    """Steps at the beginning of the run that imitate; of all ``train.steps``, where these are no more."""
+    problems: int = Field(256, ge=1)
+    """How many solved problems there are: the first ones of the training split, at the curriculum's start. Later steps
+    are on others."""
+    batch: int = Field(64, ge=1)
+    """Solutions of a step."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of those steps, reached after ``optim.warmup_steps`` and then constant; by default ``optim.lr``. The
+    schedule of ``optim`` begins after them."""
+    keep: float = Field(0.0, ge=0)
+    """Coefficient of the cross-entropy of as many solutions beside each later step; 0: none."""
 
 
 class Rl(Section):
-    """Reinforcement learning: what the model is asked, and how answers are judged."""
+    """Reinforcement learning from verifiable rewards. With this section a step's samples are what the model answers;
+    ``batch.tokens`` and ``batch.samples`` are not used, and of ``data`` only tokenizer and context."""
 
     task: list[TaskChoice] = Field([TaskChoice(name="arithmetic")], min_length=1, max_length=100)
     """What the model is asked; several tasks mix by weight. A single one needs no brackets."""
@@ -167,6 +51,34 @@ class Rl(Section):
     max_turns: int = Field(8, ge=1)
     """Most turns of the model in a conversation."""
     curriculum: Curriculum = Curriculum()
+    prompts: int = Field(32, ge=1)
+    """Problems of a step."""
+    group_size: int = Field(8, ge=1)
+    """Attempts at each of them."""
+    longest: int = Field(128, ge=1)
+    """Most tokens of one turn of the model. A conversation ends with ``data.context`` tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling, and of the log-probabilities that are trained."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of most likely tokens that has this share of the probability."""
+    top_k: int = Field(0, ge=0)
+    """Sample from so many most likely tokens; 0: from all."""
+    redraws: int = Field(0, ge=0)
+    """Groups whose rewards are all the same teach nothing: ask for other problems in their stead, so many times at
+    most (DAPO, arXiv 2503.14476, section 3.2); 0: keep them."""
+    overlong: int = Field(0, ge=0)
+    """Over the last so many tokens before ``longest`` the reward falls by up to 1 (DAPO, equation 13)."""
+    policy: Policy = Policy()
+    warmup: Warmup = Warmup()
+    slots: int = Field(256, ge=1)
+    """Conversations that are sampled together, on each replica of the model."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel degree of sampling. A world of more ranks has as many replicas as fit in it."""
+    held_out: int = Field(256, ge=1)
+    """Held-out problems of an evaluation. The most likely token is taken everywhere."""
+    require_updates: bool = False
+    """Compare, at every update of the sampling weights, the digests of all tensors on both sides, and end the run where
+    one differs or none has changed."""
     verify_timeout_s: float = Field(10.0, gt=0, le=86400)
     """Seconds that a verifier or environment in a Python file or reasoning-gym has for one answer. Later its process is
     killed, and the verdict recorded as failed."""
@@ -194,3 +106,19 @@ class Rl(Section):
         if twice:
             raise ValueError(f"{', '.join(twice)}: named more than once; give it more weight instead")
         return value
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> "Rl":
+        if self.overlong > self.longest:
+            raise ValueError(f"overlong {self.overlong} is more than the longest turn has: longest is {self.longest}")
+        if self.warmup.keep and self.temperature != 1:
+            raise ValueError(
+                f"warmup.keep imitates beside sampling at the temperature {self.temperature}; a step has one"
+                " temperature: use 1, or keep = 0"
+            )
+        return self
+
+    @property
+    def most_samples(self) -> int:
+        """Of one step."""
+        return max(self.prompts * self.group_size + self.warmup.batch * bool(self.warmup.keep), self.warmup.batch)

@@ -3,9 +3,9 @@
 Every rank computes the same stream from the configuration alone. Nothing here knows how many ranks there are.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,10 @@ class Batch:
     """Labels in the loss: the step's normaliser."""
     contents: str = ""
     """SHA-256 of the samples, where ranks have not read them from the same files."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """What the step's record says of the samples besides."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,39 @@ class HeldOut:
     loss_tokens: int
     bytes: int
     """UTF-8 bytes the samples predict, once each: what bits per byte divide by."""
+
+
+class Batches(Protocol):
+    """Where a trainer's steps come from. Every rank has an equal one."""
+
+    def next_batch(self) -> Batch:
+        """The samples of the next step."""
+        ...
+
+    def read(self, ref: SampleRef) -> Sample:
+        """The tokens of a sample of that step, or of a held-out one."""
+        ...
+
+    def held_out(self, max_tokens: int | None = None) -> HeldOut:
+        """The samples of an evaluation."""
+        ...
+
+    def cursor(self) -> dict[str, Any]:
+        """Where it stands, as JSON values; among them ``sources``, one for each source of text."""
+        ...
+
+    def seek(self, cursor: dict[str, Any]) -> None:
+        """Stand where ``cursor`` was taken. Raises ``UserError`` where what follows would not be the same as then."""
+        ...
+
+    @property
+    def digests(self) -> Sequence[tuple[str, str]]:
+        """Path and SHA-256 of the tokens of each source."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is wanted of it any more."""
+        ...
 
 
 class Stream:
@@ -153,6 +190,9 @@ class Stream:
         self._step = cursor["step"]
         for feed, saved in zip(self._feeds, cursor["sources"], strict=True):
             feed.drawn, feed.tokens = saved["samples"], saved["tokens"]
+
+    def close(self) -> None:
+        """Nothing is to be done."""
 
 
 def _nothing_to_evaluate(sides: Sequence[Stats]) -> str:

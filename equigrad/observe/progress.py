@@ -49,7 +49,7 @@ class Progress(ABC):
         self._total, self._step, self._stream, self._clock = total, step, stream, clock
         self._share_label = "MFU" if peak == "datasheet" else "of peak"
         self._latest: dict[str, Any] = {}
-        self._held_out: tuple[float, int] | None = None  # and the step after which it was measured
+        self._held_out: tuple[str, int] | None = None  # and the step after which it was measured
         self._evaluating = False
         # When recent steps were done. It spans several evaluations and saves, so their time is part of the estimate.
         self._done = deque([(step, clock())], maxlen=200)
@@ -82,7 +82,7 @@ class Progress(ABC):
             self._done.append((self._step, self._clock()))
             self._show()
         else:
-            self._held_out, self._evaluating = (record["held_out_loss"], record["step"]), False
+            self._held_out, self._evaluating = (_held_out(record), record["step"]), False
             self._done[-1] = (self._step, self._clock())  # the time to the end is counted down from here
             self._show_held_out()
 
@@ -111,6 +111,7 @@ class Progress(ABC):
         known: list[tuple[str, Any, Callable[[Any], str]]] = [
             ("step", self._step, lambda v: f"{v}/{self._total}"),
             ("loss", latest.get("loss"), lambda v: f"loss {loss_text(v)}"),
+            ("reward", latest.get("reward"), lambda v: f"reward {loss_text(v)}"),
             ("held-out", self._held_out, self._held_out_text),
             ("speed", latest.get("tokens_per_second"), lambda v: f"{compact(v)} tok/s"),
             ("share", latest.get("mfu"), lambda v: f"{v:.0%} {self._share_label}"),
@@ -120,9 +121,16 @@ class Progress(ABC):
         ]
         return {name: text(value) for name, value, text in known if value is not None}
 
-    def _held_out_text(self, measured: tuple[float, int]) -> str:
-        loss, step = measured
-        return f"held-out {loss_text(loss)}" + f" at {compact(step)}" * (step != self._step)
+    def _held_out_text(self, measured: tuple[str, int]) -> str:
+        text, step = measured
+        return f"held-out {text}" + f" at {compact(step)}" * (step != self._step)
+
+
+def _held_out(record: Record) -> str:
+    """What an evaluation gives: a loss, or rewards."""
+    if "held_out_reward" in record:
+        return f"reward {loss_text(record['held_out_reward'])}, {record['held_out_solved']:.1%} solved"
+    return loss_text(record["held_out_loss"])
 
 
 class PlainProgress(Progress):
@@ -146,10 +154,10 @@ class PlainProgress(Progress):
     def _show_held_out(self) -> None:
         if self._evaluating:
             if self._step >= self._total:  # on the way, lines of steps tell soon enough that it goes on
-                print("evaluating on all held-out text", file=self._stream, flush=True)
+                print("evaluating on all that is held out", file=self._stream, flush=True)
         elif self._held_out is not None:
-            loss, step = self._held_out
-            print(f"held-out {loss_text(loss)} after step {step}", file=self._stream, flush=True)
+            text, step = self._held_out
+            print(f"held-out {text} after step {step}", file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._step != self._shown[2]:
@@ -170,7 +178,7 @@ class LiveProgress(Progress):
     A thread of rich draws it, so that the time left counts down between steps.
     """
 
-    PRIORITY = ("step", "loss", "time", "held-out", "skipped", "bar", "speed", "share", "memory")
+    PRIORITY = ("step", "reward", "loss", "time", "held-out", "skipped", "bar", "speed", "share", "memory")
     """What a narrow terminal shows first."""
     BAR = range(6, 31)
     """Width of the bar: at least the first, and beyond it what the figures leave."""

@@ -5,7 +5,7 @@ Everything is a function of the rollouts, in whatever order they came; sums are 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from equigrad.config.policy import Policy
 from equigrad.data.samples import Sample
 from equigrad.numerics.exact.elementary import exp
-from equigrad.objectives.objective import Component, Mixture, Streams
+from equigrad.objectives.objective import Compared, Component, Mixture, Streams
 from equigrad.objectives.policy import FARTHEST, KL, Exp, TokenLoss, divergence, likelihood
 from equigrad.rl.algorithms.algorithm import Algorithm
 from equigrad.rl.rollouts import Rollout
-from equigrad.rl.samples import Samples, known, together
+from equigrad.rl.samples import Samples, known, of_segment, together
 
 POLICY_WEIGHT, LIKELIHOOD_WEIGHT = "policy_weight", "likelihood_weight"
 Scores = Sequence[Sequence[np.ndarray]]
@@ -43,7 +43,7 @@ def objective(
         parts.append(_divergence("distillation", "teacher_logprob", "k2", distillation_coefficient))
     if likelihood_coefficient:
         parts.append(Component("likelihood", LIKELIHOOD_WEIGHT, (), _likelihood, likelihood_coefficient))
-    return Mixture(parts)
+    return Mixture(parts, None if algorithm is None else Compared(POLICY_WEIGHT, "logprob"))
 
 
 def _divergence(name: str, other: str, kind: KL, coefficient: float) -> Component:
@@ -64,14 +64,15 @@ def samples(
     now: Scores | None = None,
     reference: Scores | None = None,
     teacher: Scores | None = None,
-    imitated: Sequence[Sample] = (),
+    beside: Sequence[Sample] = (),
+    coefficient: float = 1.0,
 ) -> Samples:
     """
     old:       under the trainer's weights before the update; None: those of sampling
     now:       under the present ones, which algorithms need whose ratio is of whole rollouts
     reference: under the reference model, where a divergence from it is wanted
     teacher:   under a model to learn from
-    imitated:  samples whose labels in the loss are to become likelier, beside the rollouts
+    beside:    samples whose labels in the loss are to become likelier, with a coefficient
 
     Of rollouts and segments without a token to learn from there is no sample. Order and splitting of rollouts change no
     number: weights and advantages are of whole rollouts.
@@ -105,11 +106,20 @@ def samples(
                 streams["teacher_logprob"] = teacher[number][place]
             if reference is not None:
                 streams["reference_logprob"] = reference[number][place]
-            plain = {"ids": segment.ids[:-1], "labels": segment.ids[1:], "loss": segment.learned}
-            made.append((known(Sample(plain), streams), group))
-    count = sum(int(sample.loss.sum()) for sample in imitated)
-    made += [(known(sample, {LIKELIHOOD_WEIGHT: 1 / max(count, 1)}), None) for sample in imitated]
-    return together(made)
+            made.append((known(of_segment(segment), streams), group))
+    found = together([*made, *_weighted(beside, coefficient)])
+    return found.reading({name for sample in found.samples for name in sample.streams})
+
+
+def imitated(given: Sequence[Sample], coefficient: float, streams: Iterable[str]) -> Samples:
+    """Samples to imitate, and nothing else, for an objective that reads these streams."""
+    return together(_weighted(given, coefficient)).reading(streams)
+
+
+def _weighted(given: Sequence[Sample], coefficient: float) -> list[tuple[Sample, int | None]]:
+    """The mean over all their labels in the loss, times the coefficient."""
+    count = sum(int(sample.loss.sum()) for sample in given)
+    return [(known(sample, {LIKELIHOOD_WEIGHT: coefficient / max(count, 1)}), None) for sample in given]
 
 
 def _check(algorithm: Algorithm, rollouts: Sequence[Rollout], scores: Mapping[str, Scores | None]) -> None:

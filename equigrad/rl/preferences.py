@@ -67,7 +67,7 @@ def samples(
             streams = {_WEIGHT: 1 / len(pairs), _VALUE: float(losses[number]) / tokens, _SLOPE: slope}
             made.append((known(sample, streams), number))
     told = Margins(math.fsum(margins.tolist()) / len(pairs), float((margins > 0).sum()) / len(pairs))
-    return together(made), told
+    return together(made).reading((_WEIGHT, _VALUE, _SLOPE)), told
 
 
 def objective() -> Mixture:

@@ -1,13 +1,14 @@
 """The samples of a step that did not come from a source of data, with what is known of their tokens."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from equigrad.data.samples import Sample, SampleRef
 from equigrad.data.stream import Batch
+from equigrad.rl.rollouts import Rollout, Segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,12 @@ class Samples:
         """All of them as a step."""
         tokens, labels = (sum(getattr(ref, name) for ref in self.refs) for name in ("length", "loss_tokens"))
         return Batch(step, self.refs, tokens, labels, self._digest())
+
+    def reading(self, streams: Iterable[str]) -> "Samples":
+        """The same, each with all of these streams; what is not known of a sample is 0."""
+        names = sorted({*streams, "ids", "labels", "loss"})
+        whole = [Sample({n: s.streams.get(n, np.zeros(len(s))) for n in names}) for s in self.samples]
+        return Samples(tuple(whole), self.refs)
 
     def _digest(self) -> str:
         found = hashlib.sha256()
@@ -42,7 +49,21 @@ def known(sample: Sample, streams: Mapping[str, np.ndarray | float]) -> Sample:
 
 
 def together(made: Sequence[tuple[Sample, int | None]]) -> Samples:
-    """Samples with their groups. All get the streams of all; what is not known of a sample is 0."""
-    names = sorted({name for sample, _ in made for name in sample.streams})
+    """Samples with their groups."""
     refs = [SampleRef(0, i, 0, len(s), int(s.loss.sum()), group=group) for i, (s, group) in enumerate(made)]
-    return Samples(tuple(Sample({n: s.streams.get(n, np.zeros(len(s))) for n in names}) for s, _ in made), tuple(refs))
+    return Samples(tuple(sample for sample, _ in made), tuple(refs))
+
+
+def plain(rollouts: Sequence[Rollout]) -> Samples:
+    """A sample of each segment of each rollout that has a token to learn from: what a model is to be asked about."""
+    groups: dict[str, int] = {}
+    made = list[tuple[Sample, int | None]]()
+    for rollout in rollouts:
+        group = groups.setdefault(rollout.group, len(groups))
+        made += [(of_segment(segment), group) for segment in rollout.segments if segment.learned.any()]
+    return together(made)
+
+
+def of_segment(segment: Segment) -> Sample:
+    """Its tokens; those that are learned from are in the loss."""
+    return Sample({"ids": segment.ids[:-1], "labels": segment.ids[1:], "loss": segment.learned})

@@ -107,5 +107,7 @@ def policy_step(
     trainer = Trainer(job, folder, pool_world(job), Given(found), minimised)  # type: ignore[arg-type]
     trainer.initialize(job.seed)
     record, gradients = one_step(trainer)
-    figures = {n: record[n] for n in ("loss", "grad_norm", "loss_tokens", *minimised.sums)}
+    told = ("clip_share", "logprob_diff", "logprob_diff_max", "sampled_kl")
+    losses = [f"{component.name}_loss" for component in minimised.components]
+    figures = {n: record[n] for n in ("loss", "grad_norm", "loss_tokens", *losses, *told)}
     return {"figures": figures, "gradients": gradients}

@@ -131,19 +131,19 @@ def test_a_divergence_in_the_reward_is_taken_off_before_anything_is_made_of_it()
     to_go = np.array([0.7, 0.8, 0.9, 0.5, 0.6, 0.7, 0.8, 0.9])
     advantages = np.concatenate([s.streams["advantage"][s.loss] for s in found.samples])
     assert advantages == pytest.approx((to_go - to_go.mean()) / to_go.std(ddof=1), rel=1e-4)
-    assert objective(policy(kl=0.1, kl_in="reward")).sums == ("policy_loss",)
-    assert objective(policy(kl=0.1), 0.5, 1.0).sums == (
-        "policy_loss",
-        "kl_loss",
-        "distillation_loss",
-        "likelihood_loss",
-    )
+    parts = [c.name for c in objective(policy(kl=0.1, kl_in="reward")).components]
+    assert parts == ["policy"]
+    parts = [c.name for c in objective(policy(kl=0.1), 0.5, 1.0).components]
+    assert parts == ["policy", "kl", "distillation", "likelihood"]
 
 
 def test_samples_to_imitate_have_a_count_of_their_own() -> None:
-    found: Samples = samples(UNEVEN, policy(), imitated=imitated())
+    found: Samples = samples(UNEVEN, policy(), beside=imitated())
     weights = [math.fsum(x for s in found.samples for x in s.streams[n]) for n in (POLICY_WEIGHT, LIKELIHOOD_WEIGHT)]
     assert weights == pytest.approx([1.0, 1.0], rel=1e-12)
+    halved = samples(UNEVEN, policy(), beside=imitated(), coefficient=0.5)
+    for name, factor in ((POLICY_WEIGHT, 1.0), (LIKELIHOOD_WEIGHT, 0.5)):
+        assert math.fsum(x for s in halved.samples for x in s.streams[name]) == pytest.approx(factor, rel=1e-12)
     assert not any((s.streams[POLICY_WEIGHT] * s.streams[LIKELIHOOD_WEIGHT]).any() for s in found.samples)
 
 

@@ -56,11 +56,13 @@ class EmbeddedEngine:
         version: int | None = None,
         tensor: Axis = ALONE,
         experts: Axis = ALONE,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """
         weights: the model's own tensors on this rank, by name; ``load`` copies into them
         version: of what they hold; None: nothing yet, and no request is served before ``load``
         tensor:  over which the model's features are divided; ``experts``: over which its experts are
+        decode:  the text of tokens; without it requests with ``stop_texts`` are refused
         """
         most = model.config.max_position_embeddings
         if limits.capacity > most:
@@ -73,7 +75,7 @@ class EmbeddedEngine:
                 f" may have {limits.cache_bytes}: enough for {max(0, limits.cache_bytes * slots // needed - 1)} slots"
             )
         self._model, self._limits, self._weights, self._version = model, limits, weights, version
-        self._axes = tensor, experts
+        self._axes, self._decode = (tensor, experts), decode
         self._busy = False
         self._cache: DecodingCache | None = None
 
@@ -83,24 +85,28 @@ class EmbeddedEngine:
         return self._version
 
     @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy weights into the model: all of its tensors on this rank. Raises ``UserError`` where they do not fit, and
-        while a call of ``generate`` is not at its end. If copying fails, the engine serves nothing."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy weights into the model as they come: all of its tensors on this rank. Raises ``UserError`` while a call
+        of ``generate`` is not at its end, and where they do not fit; then the engine serves nothing."""
         if self._busy:
             raise UserError(f"weights of version {version} came while those of version {self._version} are in use")
-        if odd := sorted(self._weights.keys() ^ weights.keys()):
-            raise UserError(
-                f"weights of version {version}: {odd[0]} is only on one side, and so are {len(odd) - 1} more"
-            )
-        for name, own in self._weights.items():
-            if own.shape != weights[name].shape:
-                shapes = tuple(weights[name].shape), tuple(own.shape)
-                raise UserError(
-                    f"weights of version {version}: {name} has shape {shapes[0]}, the model's has {shapes[1]}"
-                )
         self._version = None
-        for name, own in self._weights.items():
-            own.copy_(weights[name])
+        missing = set(self._weights)
+        for name, tensor in weights:
+            if name not in missing:
+                raise UserError(f"weights of version {version}: {name} is not in the model, or came twice")
+            missing.remove(name)
+            own = self._weights[name]
+            if own.shape != tensor.shape:
+                raise UserError(
+                    f"weights of version {version}: {name} has shape {tuple(tensor.shape)}, the model's has"
+                    f" {tuple(own.shape)}"
+                )
+            own.copy_(tensor)
+        if missing:
+            raise UserError(
+                f"weights of version {version}: {min(missing)} did not come, and so did {len(missing) - 1} more"
+            )
         self._version = version
 
     @torch.no_grad()
@@ -111,11 +117,13 @@ class EmbeddedEngine:
         if self._busy:
             raise UserError("an engine serves one call at a time, and the one before is not at its end")
         check(requests, self._version, self._limits.capacity, self._model.config.vocabulary)
+        if self._decode is None and (texts := [r for r in requests if r.stop_texts]):
+            raise UserError(f"request {texts[0].id}: it ends with text, but the engine was given no tokenizer")
         self._busy = True
         try:
             cache = self._cache or cache_for(self._model, self._limits.slots + 1, self._limits.capacity, *self._axes)
             self._cache = None
-            batch = _Batch(self._model, self._limits.slots, self._limits.prefill_tokens, cache, self._axes[1], requests)
+            batch = _Batch(self._model, self._limits, cache, self._axes[1], requests, self._decode)
             while batch.unfinished and not stopping():
                 yield from batch.admit()
                 yield from batch.step()
@@ -129,8 +137,10 @@ class EmbeddedEngine:
 class _Sequence:
     """A request that is being served. Its tokens grow."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, decode: Callable[[Sequence[int]], str] | None) -> None:
+        self.request, self._decode = request, decode
+        # A text of so many bytes is made of no more tokens, but for such without text.
+        self._reach = max((len(text.encode()) for text in request.stop_texts), default=0)
         self.rule = Rule.seeded(request.seed, "rollout", request.temperature, request.top_p, request.top_k)
         begun = request.begun
         self.ids, self._versions = list(begun.ids), list(begun.versions)
@@ -145,9 +155,15 @@ class _Sequence:
 
     @property
     def finish(self) -> Finish | None:
-        if self.request.stops(self.ids):
+        if self.request.stops(self.ids) or self._says_stop():
             return "stop"
         return "length" if len(self.ids) >= self.request.most else None
+
+    def _says_stop(self) -> bool:
+        if not self._reach or self._decode is None:
+            return False
+        end = self._decode(self.ids[-self._reach :])
+        return any(text in end for text in self.request.stop_texts)
 
     def completion(self) -> Completion:
         log_probs, kept, entropies = map(tuple, self._numbers)
@@ -162,15 +178,15 @@ class _Batch:
     def __init__(
         self,
         model: LogitModel,
-        slots: int,
-        prefill_tokens: int,
+        limits: Limits,
         cache: DecodingCache,
         experts: Axis,
         requests: Sequence[Request],
+        decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
-        """``cache``: with one slot more than ``slots``, and empty."""
-        self._model, self._cache, self._experts = model, cache, experts
-        self._slots, self._prefill_tokens = slots, prefill_tokens
+        """``cache``: with one slot more than ``limits`` says, and empty."""
+        self._model, self._cache, self._experts, self._decode = model, cache, experts, decode
+        self._slots, self._prefill_tokens = limits.slots, limits.prefill_tokens
         self._running: list[_Sequence] = []
         self._halfway, self._logits = list[Request](), torch.empty(0)  # the rest of that group, and its logits [1, V]
         groups: dict[str, list[Request]] = {}
@@ -179,6 +195,9 @@ class _Batch:
             shared = None if request.begun.ids else request.group
             groups.setdefault(f"alone {len(groups)}" if shared is None else f"group {shared}", []).append(request)
         self._waiting = deque(groups.values())
+
+    def _begin(self, request: Request) -> _Sequence:
+        return _Sequence(request, self._decode)
 
     @property
     def unfinished(self) -> bool:
@@ -200,7 +219,7 @@ class _Batch:
     def partial(self) -> Iterator[Completion]:
         """All that is unfinished, as it is."""
         left = [*self._halfway, *(request for group in self._waiting for request in group)]
-        for sequence in (*self._running, *map(_Sequence, left)):
+        for sequence in (*self._running, *map(self._begin, left)):
             yield sequence.completion()
 
     @property
@@ -212,7 +231,7 @@ class _Batch:
         now, self._halfway = self._halfway[: self._free], self._halfway[self._free :]
         if now:
             self._cache.resume(len(now))
-            self._running += map(_Sequence, now)
+            self._running += map(self._begin, now)
             yield self._logits.expand(len(now), -1)
 
     def _prefilled(self) -> Iterator[Tensor]:
@@ -230,12 +249,12 @@ class _Batch:
         row = self._cache.prefill([len(first.ids) for first, *_ in groups])
         ids = torch.tensor([token for first, *_ in groups for token in first.ids], device=self._model.device)
         logits = self._model(ids, row, at=last_of(row))
-        self._running += [_Sequence(first) for first, *_ in groups]
+        self._running += [self._begin(first) for first, *_ in groups]
         yield logits
         for number, (_, *others) in enumerate(groups):
             now = others[: self._free]
             self._cache.fork(began + number, len(now))
-            self._running += map(_Sequence, now)
+            self._running += map(self._begin, now)
             own = logits[number : number + 1]
             yield own.expand(len(now), -1)
             if len(now) < len(others):

@@ -10,7 +10,7 @@ Worked example, a group of two, the second cut off by its limit:
 A token's log-probability is one of two, see ``Tokens``: the first is the one to train on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -70,6 +70,8 @@ class Request:
     """Tokens that end the completion, of which they are the last."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """The same of several tokens, all of them in the completion."""
+    stop_texts: tuple[str, ...] = ()
+    """Text that ends it with the token in which it is complete, however it is made of tokens."""
     group: str | None = None
     """Requests of one group have one prompt, which is computed once; None: it is in no group."""
     begun: Tokens = field(default=Tokens())
@@ -127,8 +129,8 @@ class Engine(Protocol):
         """Of the weights it has; None before it has any."""
         ...
 
-    def load(self, weights: "Mapping[str, Tensor]", version: int) -> None:
-        """Take these weights, by the names of the model's tensors."""
+    def load(self, weights: "Iterable[tuple[str, Tensor]]", version: int) -> None:
+        """Take these weights, by the names of the model's tensors, as they come."""
         ...
 
     def generate(self, requests: Sequence[Request], stopping: Callable[[], bool] = never) -> Iterator[Completion]:
@@ -178,5 +180,5 @@ def _faults(request: Request, version: int | None, capacity: int, vocabulary: in
         yield f"temperature = {request.temperature}; it must be a finite number from 0 on"
     if not 0 < request.top_p <= 1 or request.top_k < 0:
         yield f"top_p = {request.top_p}, top_k = {request.top_k}; they must be in (0, 1], and from 0 on"
-    if not all(request.stop_sequences):
+    if not all(request.stop_sequences) or not all(request.stop_texts):
         yield "a stop sequence is empty"

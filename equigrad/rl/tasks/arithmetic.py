@@ -1,6 +1,6 @@
 """Two whole numbers, one operation: ``12+7=``. Levels raise the bound of the numbers."""
 
-from equigrad.config.rl import Arithmetic
+from equigrad.config.tasks import Arithmetic
 from equigrad.rl.tasks.answers import judge_number
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Conversation, Problem, Question, Task, Verdict

@@ -1,6 +1,6 @@
 """An expression, and a calculator to ask: the model writes ``<calc>12*7</calc>`` and reads ``<result>84</result>``."""
 
-from equigrad.config.rl import Calculator
+from equigrad.config.tasks import Calculator
 from equigrad.rl.tasks.answers import judge_number
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.expression import ExpressionError, decimal_text, evaluate

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from equigrad.config.rl import Countdown
+from equigrad.config.tasks import Countdown
 from equigrad.errors import UserError
 from equigrad.rl.tasks.answers import answer_text, shown
 from equigrad.rl.tasks.draws import Draw

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias, TypedDict
 
-from equigrad.config.rl import Curriculum
+from equigrad.config.tasks import Curriculum
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Problem, Split, Verdict
 

@@ -6,7 +6,7 @@ Levels raise the number of rules that hold together. Judged is the form alone: a
 import re
 from typing import Any
 
-from equigrad.config.rl import Format
+from equigrad.config.tasks import Format
 from equigrad.rl.tasks.answers import answer_text, shown
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Conversation, Problem, Question, Task, Verdict

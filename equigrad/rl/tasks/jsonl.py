@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from equigrad.config.rl import Jsonl
+from equigrad.config.tasks import Jsonl
 from equigrad.data.shuffle import Permutation
 from equigrad.data.sources import json_records
 from equigrad.errors import UserError

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from equigrad.config.rl import BUILT_IN, GYM, JSONL, Rl, TaskChoice
+from equigrad.config.rl import Rl
+from equigrad.config.tasks import BUILT_IN, GYM, JSONL, TaskChoice
 from equigrad.errors import UserError
 from equigrad.rl.tasks import curriculum
 from equigrad.rl.tasks.arithmetic import ArithmeticTask

@@ -2,7 +2,7 @@
 
 from string import ascii_lowercase
 
-from equigrad.config.rl import Sequences
+from equigrad.config.tasks import Sequences
 from equigrad.rl.tasks.answers import answer_text, shown
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Conversation, Problem, Question, Task, Verdict

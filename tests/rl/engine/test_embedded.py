@@ -1,5 +1,6 @@
 """The embedded engine in native numerics: what it computes, when it stops, and that requests do not meet."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_a_continued_completion_tells_which_weights_drew_which_token() -> None:
     partial = served(one, given, lambda: next(calls))["0"]
     assert partial.finish is None
     assert len(partial.tokens) == 3  # two steps, and the token that follows the prompt
-    one.load({name: p.detach() * 1.1 for name, p in model.named_parameters()}, 2)
+    one.load(((name, p.detach() * 1.1) for name, p in model.named_parameters()), 2)
     whole = served(one, [partial.continued(given[0], 2)])["0"].tokens
     assert whole.versions == (1, 1, 1, 2, 2, 2)
     assert whole.ids[:3] == partial.tokens.ids
@@ -127,11 +128,11 @@ def test_an_engine_serves_a_request_only_with_the_weights_it_was_told_to() -> No
     call = one.generate(requests())
     next(call)
     with pytest.raises(UserError, match="version 2 came while those of version 1 are in use"):
-        one.load(weights, 2)
+        one.load(weights.items(), 2)
     with pytest.raises(UserError, match="one call at a time"):
         next(one.generate(requests()))
     call.close()
-    one.load(weights, 2)
+    one.load(weights.items(), 2)
     assert one.version == 2
     with pytest.raises(UserError, match="wants the weights of version 1; the engine has version 2"):
         next(one.generate(requests()))
@@ -142,25 +143,25 @@ def test_weights_that_do_not_fit_are_refused_and_those_that_broke_off_are_not_us
     model = build(make("llama"))
     one, weights = engine(model), {name: p.detach().clone() for name, p in model.named_parameters()}
     name = next(iter(weights))
-    with pytest.raises(UserError, match=f"version 2: {name} is only on one side"):
-        one.load({other: w for other, w in weights.items() if other != name}, 2)
-    with pytest.raises(UserError, match=f"version 2: {name} has shape"):
-        one.load(weights | {name: weights[name][:1]}, 2)
-    assert one.version == 1
 
-    class Broken(dict[str, torch.Tensor]):
-        def __getitem__(self, key: str) -> torch.Tensor:
-            if self.reads > len(self):
-                raise ConnectionError("gone")
-            self.reads += 1
-            return super().__getitem__(key)
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights.items())[:3]
+        raise ConnectionError("gone")
 
-        reads = 0
-
-    with pytest.raises(ConnectionError):
-        one.load(Broken(weights), 2)
-    with pytest.raises(UserError, match="the engine has none yet"):
-        next(one.generate(requests()))
+    arriving: list[tuple[Any, str]] = [
+        ([item for item in weights.items() if item[0] != name], f"version 2: {name} did not come"),
+        ((weights | {name: weights[name][:1]}).items(), f"version 2: {name} has shape"),
+        ([*weights.items(), (name, weights[name])], f"{name} is not in the model, or came twice"),
+        ((weights | {"other": weights[name]}).items(), "other is not in the model"),
+        (broken(), "gone"),
+    ]
+    for given, why in arriving:
+        with pytest.raises((UserError, ConnectionError), match=why):
+            one.load(given, 2)
+        with pytest.raises(UserError, match="the engine has none yet"):
+            next(one.generate(requests()))
+        one.load(weights.items(), 1)
+        assert next(one.generate(requests())).finish == "length"
 
 
 def test_no_requests_and_impossible_limits() -> None:

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from equigrad.config.rl import Arithmetic
+from equigrad.config.tasks import Arithmetic
 from equigrad.rl.tasks.arithmetic import ArithmeticTask
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Split, key_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equigrad.config.rl import Calculator
+from equigrad.config.tasks import Calculator
 from equigrad.rl.tasks.calculator import CalculatorTask, calculate
 from equigrad.rl.tasks.protocol import Conversation, Question
 from tests.rl.tasks.given import problem

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from equigrad.config.rl import Countdown
+from equigrad.config.tasks import Countdown
 from equigrad.errors import UserError
 from equigrad.rl.tasks.countdown import CountdownTask
 from equigrad.rl.tasks.draws import Draw

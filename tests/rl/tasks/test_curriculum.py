@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equigrad.config.rl import Curriculum
+from equigrad.config.tasks import Curriculum
 from equigrad.rl.tasks.curriculum import State, advance, begin, level_of
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Problem, Split, Verdict

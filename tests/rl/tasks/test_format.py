@@ -2,7 +2,7 @@
 
 import pytest
 
-from equigrad.config.rl import Format
+from equigrad.config.tasks import Format
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.format import RULES, FormatTask
 from equigrad.rl.tasks.protocol import Question

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from equigrad.config.rl import Jsonl
+from equigrad.config.tasks import Jsonl
 from equigrad.errors import UserError
 from equigrad.rl.tasks.jsonl import JsonlTask
 from equigrad.rl.tasks.protocol import Question

@@ -2,7 +2,7 @@
 
 import pytest
 
-from equigrad.config.rl import Sequences
+from equigrad.config.tasks import Sequences
 from equigrad.rl.tasks.draws import Draw
 from equigrad.rl.tasks.protocol import Question
 from equigrad.rl.tasks.sequences import SequencesTask
