@@ -5,6 +5,7 @@
       tokenizer/      tokenizer.json and its configuration
       checkpoints/    step-00000100/ ...
       metrics.jsonl   one record a line
+      rollouts.jsonl  what reinforcement learning trained on, some of it
       trajectory.jsonl  digests of every step, with audit.enabled
       summary.json    once the run has finished
       report.html
@@ -60,6 +61,10 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        return self.folder / "rollouts.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.folder / "summary.json"
 
@@ -91,7 +96,7 @@ class Run:
         names = {p.name for p in self.folder.iterdir()}
         saved = any((self.folder / "checkpoints").glob("step-*"))
         ours = not names or _LOCK in names  # a start locks the folder first: without a lock, all in it is the user's
-        left = {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "trajectory.jsonl"}
+        left = {_LOCK, "tokenizer", "checkpoints", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "trajectory.jsonl"}
         return saved or not ours or not names <= left
 
     def clear(self) -> None:

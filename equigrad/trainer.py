@@ -1,7 +1,7 @@
 """The training loop, readable as the algorithm: batch -> schedule -> forward and backward -> update -> save."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class Trainer:
         """Seconds, and bytes sent to orthogonalise matrices, of the last update on this rank."""
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
+        self.shown: Sequence[dict[str, Any]] = ()
+        """Records of what the last step trained on, for people to read; on the first rank."""
         self.step = 0
         self.counters: dict[str, Any] = {"tokens": 0, "skipped": 0, "skipped_in_a_row": 0}
         self.counters |= {"step_seconds": 0.0, "wall_seconds": 0.0}

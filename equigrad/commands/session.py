@@ -1,13 +1,13 @@
 """One training session in one process: prepare the run, train, and leave summary and report."""
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 from equigrad.audit.recorder import Recorder
 from equigrad.checkpoint.digest import digest
 from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
-from equigrad.data.stream import Batch
+from equigrad.data.stream import Batch, Batches
 from equigrad.data.tokenizers import Tokenizer
 from equigrad.evaluation import HeldOutResult, Stopped
 from equigrad.execution import WholeModel
@@ -16,7 +16,7 @@ from equigrad.memory.allocator import keep_freed_memory
 from equigrad.models.generate import generate
 from equigrad.models.specs import flops_per_token, parameter_count
 from equigrad.numerics.ops import COMPUTE_DTYPES
-from equigrad.observe.metrics import Sinks, open_sinks
+from equigrad.observe.metrics import MetricsLog, Sinks, open_sinks
 from equigrad.observe.peak import Peak, device_peak, memory_mb
 from equigrad.observe.progress import Progress, open_progress
 from equigrad.observe.text import duration
@@ -40,6 +40,11 @@ def train_session(job: Job, run: Run, resume: bool) -> int:
 
 def _train(job: Job, run: Run, resume: bool, world: World) -> None:
     job, tokenizer, stream = prepare(job, run, world, resume)
+    with closing(stream):
+        _train_on(stream, tokenizer, job, run, resume, world)
+
+
+def _train_on(stream: Batches, tokenizer: Tokenizer, job: Job, run: Run, resume: bool, world: World) -> None:
     agree(job, tokenizer, stream, world)
     trainer = trainer_class(job)(job, run.folder, world, stream)
     # Only now, for the trainer has put in order what an interrupted save may have left.
@@ -57,11 +62,11 @@ def _train(job: Job, run: Run, resume: bool, world: World) -> None:
         return
     peak = device_peak(world.device, COMPUTE_DTYPES[job.numerics.dtype]) if world.is_main else None
     progress = _progress(trainer, run, peak) if peak is not None else None
-    with StopRequest() as stop, _sinks(trainer, run, progress) as sinks:
+    with StopRequest() as stop, _sinks(trainer, run, progress) as sinks, closing(_rollouts(trainer, run)) as rollouts:
         recorder = Recorder(trainer, run.folder) if job.audit.enabled else None
         # Only now does the folder hold this run: nothing that could still go wrong has changed it.
         world.run_where(world.is_main, lambda: _begin(trainer, run))
-        observer = _Observer(trainer, sinks, peak, progress, recorder)
+        observer = _Observer(trainer, sinks, rollouts, peak, progress, recorder)
         held_out, finished = None, trainer.run(observer, stop)
         if finished:
             try:
@@ -102,20 +107,37 @@ def _sinks(trainer: Trainer, run: Run, progress: Progress | None) -> Sinks:
         return open_sinks(trainer.job, run.folder, trainer.step or None, progress)
 
 
+def _rollouts(trainer: Trainer, run: Run) -> Sinks:
+    """What reinforcement learning trained on."""
+    if trainer.job.rl is None or not trainer.world.is_main:
+        return Sinks([])
+    with writing(run.folder):
+        return Sinks([MetricsLog(run.rollouts, trainer.step or None)])
+
+
 class _Observer(Observer):
     """Completes each step's record with what only the outside knows, and hands it to the sinks of rank 0; before that,
     the trajectory gets its line."""
 
     def __init__(
-        self, trainer: Trainer, sinks: Sinks, peak: Peak | None, progress: Progress | None, recorder: Recorder | None
+        self,
+        trainer: Trainer,
+        sinks: Sinks,
+        rollouts: Sinks,
+        peak: Peak | None,
+        progress: Progress | None,
+        recorder: Recorder | None,
     ) -> None:
         self._trainer, self._sinks, self._peak, self._progress = trainer, sinks, peak, progress
-        self._recorder = recorder
+        self._rollouts, self._recorder = rollouts, recorder
 
     def step(self, record: dict[str, Any], batch: Batch) -> None:
         if self._recorder is not None:
             self._recorder.step(record, batch)
         job, world = self._trainer.job, self._trainer.world
+        with writing(self._trainer.folder):
+            for group in self._trainer.shown:
+                self._rollouts.log(group)
         if self._peak is None or (record["step"] % job.observe.log_every and record["step"] != job.train.steps):
             return
         rate = batch.tokens / record["step_seconds"]

@@ -29,8 +29,8 @@ class Warmup(Section):
     batch: int = Field(64, ge=1)
     """Solutions of a step."""
     lr: float | None = Field(None, gt=0)
-    """Learning rate of those steps, reached after ``optim.warmup_steps`` and then constant; by default ``optim.lr``. The
-    schedule of ``optim`` begins after them."""
+    """Learning rate of those steps, reached after ``optim.warmup_steps`` and then constant; by default ``optim.lr``.
+    The schedule of ``optim`` begins after them."""
     keep: float = Field(0.0, ge=0)
     """Coefficient of the cross-entropy of as many solutions beside each later step; 0: none."""
 
@@ -76,6 +76,10 @@ class Rl(Section):
     """Tensor-parallel degree of sampling. A world of more ranks has as many replicas as fit in it."""
     held_out: int = Field(256, ge=1)
     """Held-out problems of an evaluation. The most likely token is taken everywhere."""
+    shown: int = Field(2, ge=0)
+    """Groups of a step that are written to ``rollouts.jsonl`` for people to read, and for the report; 0: none."""
+    shown_every: int = Field(10, ge=1)
+    """Steps between those."""
     require_updates: bool = False
     """Compare, at every update of the sampling weights, the digests of all tensors on both sides, and end the run where
     one differs or none has changed."""

@@ -112,6 +112,10 @@ class Tokenizer:
         """The text of tokens, special tokens left out; incomplete UTF-8 becomes U+FFFD."""
         return self._engine.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """What a token says, alone: its text, or the name of a special one; part of a character is U+FFFD."""
+        return self.decode([token]) or (self._engine.id_to_token(token) or "")
+
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json``: ``read_tokenizer`` and ``transformers`` load them."""
         folder.mkdir(parents=True, exist_ok=True)

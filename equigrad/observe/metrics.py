@@ -64,7 +64,7 @@ def open_sinks(job: Job, folder: Path, resume_step: int | None = None, *more: Si
 
 
 class MetricsLog:
-    """JSON lines, one record each. A kill leaves at most one broken line, the last.
+    """JSON lines, one record each, of metrics or of rollouts. A kill leaves at most one broken line, the last.
 
     JSON has no NaN and no infinity: such a value is written as null, and ``non_finite`` says which it was::
 

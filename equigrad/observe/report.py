@@ -1,7 +1,8 @@
 """``report.html``: a run on one self-contained page that opens from a file and loads nothing.
 
-Reads what a run folder holds and knows no more about the run: ``metrics.jsonl``, ``summary.json`` (absent until the
-run has finished), ``job.toml`` and ``sample.json`` ({"prompt": ..., "text": what the model added}). Each may be absent.
+Reads what a run folder holds and knows no more about the run: ``metrics.jsonl``, ``rollouts.jsonl``, ``summary.json``
+(absent until the run has finished), ``job.toml`` and ``sample.json`` ({"prompt": ..., "text": what the model added}).
+Each may be absent.
 """
 
 import json
@@ -33,6 +34,8 @@ from equigrad.observe.text import compact, duration, loss_text
 
 BUCKETS = 400
 """A longer run is thinned to a few points for each of so many stretches of its steps."""
+GROUPS = 100
+"""So many groups of rollouts are shown, of all steps alike."""
 FEW = 60
 """Up to so many points of a line are drawn as dots too."""
 
@@ -78,9 +81,25 @@ CHARTS = (
     Chart("grad_norm", "Gradient norm", "L2", _noisy("grad_norm"), "digits", log=True),
     Chart("speed", "Throughput", "tokens per second", _noisy("tokens_per_second"), "count"),
 )
+POLICY_CHARTS = (
+    Chart("reward", "Reward", "", (*_noisy("reward"), Curve("held_out_reward", "held out", "dotted")), "digits"),
+    Chart("response", "Answers", "tokens", _noisy("response_tokens"), "digits"),
+    Chart("entropy", "Entropy", "nats per token", _noisy("entropy"), "digits"),
+    Chart(
+        "shares",
+        "Shares",
+        "",
+        (Curve("truncated", "cut off"), Curve("zero_spread", "groups alike"), Curve("clip_share", "clipped")),
+        "digits",
+    ),
+    Chart("apart", "Sampling against training", "nats", _noisy("logprob_diff_max"), "exponent", log=True),
+)
+"""Beside those, of reinforcement learning."""
 STEP_KEYS = ("loss", "lr", "grad_norm", "tokens_per_second")
-EVAL_KEYS = ("held_out_loss",)
-FIGURES = ("steps", "tokens", "tokens_per_second", "mfu", "wall_seconds", "held_out_loss", "held_out_bits_per_byte")
+POLICY_KEYS = ("reward", "response_tokens", "entropy", "truncated", "zero_spread", "clip_share", "logprob_diff_max")
+EVAL_KEYS = ("held_out_loss", "held_out_reward")
+FIGURES = ("steps", "tokens", "tokens_per_second", "mfu", "wall_seconds", "held_out_loss", "held_out_bits_per_byte",
+           "held_out_reward", "held_out_solved")  # fmt: skip
 """What ``summary.json`` says in numbers, as far as it is shown."""
 
 
@@ -113,14 +132,20 @@ def _contents(folder: Path) -> dict[str, Any]:
     _check_numbers(summary, FIGURES, str(folder / "summary.json"))
     settings, known = tomllib.loads(job), {key: value for key, value in summary.items() if value is not None}
     reach = min(max(len(steps) // 50, 1), 500)
-    tables = {"steps": _table(steps, STEP_KEYS, reach), "evals": _table(evals, EVAL_KEYS)}
+    groups = read_metrics(folder / "rollouts.jsonl")
+    policy = any("reward" in record for record in steps)
+    keys = STEP_KEYS + POLICY_KEYS if policy else STEP_KEYS
+    tables = {"steps": _table(steps, keys, reach), "evals": _table(evals, EVAL_KEYS)}
     x = step_axis(max((int(r["step"]) for r in steps + evals), default=0))
     return {
         "name": settings.get("name", folder.resolve().name),
         "notes": _notes(steps, finished=bool(summary)),
         "tiles": _tiles(_figures(steps, evals) | known, settings.get("train", {}).get("steps")),
         "x": x,
-        "plots": [_plot(chart, x, tables) for chart in CHARTS],
+        "plots": [
+            _plot(chart, x, tables) for chart in (POLICY_CHARTS[:1] + CHARTS + POLICY_CHARTS[1:] if policy else CHARTS)
+        ],
+        "groups": [groups[len(groups) * n // GROUPS] for n in range(GROUPS)] if len(groups) > GROUPS else groups,
         "window": 2 * reach + 1,
         "data": {name: {k: list(map(_json_value, c)) for k, c in table.items()} for name, table in tables.items()},
         "job": job,
@@ -128,7 +153,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     }
 
 
-_LOGGED = (*STEP_KEYS, *EVAL_KEYS, "held_out_bits_per_byte", "total_tokens", "elapsed", "mfu")
+_LOGGED = (*STEP_KEYS, *POLICY_KEYS, *EVAL_KEYS, "held_out_bits_per_byte", "total_tokens", "elapsed", "mfu")
 
 
 def _check_numbers(values: dict[str, Any], keys: Sequence[str], where: str) -> None:
@@ -202,6 +227,8 @@ def _figures(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -
         "tokens": last.get("total_tokens"),
         "wall_seconds": last.get("elapsed"),
         "held_out_loss": evaluated.get("held_out_loss"),
+        "held_out_reward": evaluated.get("held_out_reward"),
+        "held_out_solved": evaluated.get("held_out_solved"),
         "held_out_bits_per_byte": evaluated.get("held_out_bits_per_byte"),
     }
     for key in ("tokens_per_second", "mfu"):
@@ -227,6 +254,7 @@ def _tiles(figures: dict[str, Any], planned: int | None) -> list[Tile]:
     perplexity = f"perplexity {compact(math.exp(loss))}" if is_finite(loss) and loss < 100 else ""
     tiles: list[tuple[str, str, Callable[[Any], str], str]] = [
         ("Held-out loss", "held_out_loss", loss_text, perplexity),
+        ("Held-out reward", "held_out_reward", loss_text, _solved(figures.get("held_out_solved"))),
         ("Bits per byte", "held_out_bits_per_byte", loss_text, "held out"),
         ("Tokens", "tokens", compact, "trained on"),
         ("Tokens per second", "tokens_per_second", compact, "" if mfu is None else f"{mfu:.0%} of peak"),
@@ -235,6 +263,10 @@ def _tiles(figures: dict[str, Any], planned: int | None) -> list[Tile]:
     ]
     shown = [Tile(name, text(figures[key]), note) for name, key, text, note in tiles if figures.get(key) is not None]
     return shown if digest is None else [*shown, Tile("Parameter digest", digest[:12], "SHA-256", full=digest)]
+
+
+def _solved(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%} solved"
 
 
 @dataclass(frozen=True)

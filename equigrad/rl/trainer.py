@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from equigrad.rl.figures import Warnings, by_problem, figures, has_spread, reaso
 from equigrad.rl.problems import ProblemStream
 from equigrad.rl.rollouts import Rollout, mean
 from equigrad.rl.samples import Samples, plain
+from equigrad.rl.shown import records
 from equigrad.rl.tasks.curriculum import State
 from equigrad.schedule.division import schedule_samples
 from equigrad.trainer import Observer, Trainer
@@ -90,8 +92,7 @@ class PolicyTrainer(Trainer):
         self._solutions: list[Sample] = []
         self._reference: dict[str, Placed] = {}
         self._scorer: Execution | None = None
-        self.shown: list[Attempt] = []
-        """On the main rank, the attempts of the last step."""
+        self._made: dict[str, Attempt] = {}  # on the main rank, those of the last step by their ids
 
     def next_batch(self, stop: StopRequest) -> Batch:
         """Attempts at the next problems, as samples; in the warm-up, solutions."""
@@ -110,6 +111,8 @@ class PolicyTrainer(Trainer):
         seconds = {"sync_seconds": synced - began, "rollout_seconds": sampled - synced}
         seconds["score_seconds"] = time.perf_counter() - sampled
         batch = self.stream.take(made, step, rolled.following, rolled.curriculum)
+        first = step == config.warmup.steps + 1
+        self.shown = self._show(step, rolled.rollouts, made) if first or step % config.shown_every == 0 else ()
         return replace(batch, temperature=config.temperature, facts=rolled.facts | seconds)
 
     def learning_rate(self) -> float:
@@ -142,9 +145,24 @@ class PolicyTrainer(Trainer):
         rollouts = [attempt.rollout() for group in kept for attempt in group]
         facts["dropped_tokens"] = sum(rollout.dropped for rollout in rollouts)
         facts |= {f"level/{name}": standing["level"] for name, standing in state.items() if tasks.levels[name] > 1}
-        self.shown = made
+        self._made = {attempt.id: attempt for attempt in made}
         after = tasks.advance(state, [(attempt.problem, attempt.verdict) for attempt in made if attempt.verdict])
         return _Rolled(rollouts, facts, following, after)
+
+    def _show(self, step: int, rollouts: Sequence[Rollout], made: Samples) -> list[dict[str, Any]]:
+        """Some groups for people to read, on the main rank; a collective."""
+        names = list(dict.fromkeys(rollout.group for rollout in rollouts))[: self.config.shown]
+        chosen = [rollout for rollout in rollouts if rollout.group in names]
+        if not chosen:
+            return []
+        trained, samples = self._scores(self.execution, chosen), iter(made.samples)  # these groups are the first
+        advantages = [
+            [next(samples).streams["advantage"] if s.learned.any() else s.logprob for s in rollout.segments]
+            for rollout in chosen
+        ]
+        if not self.world.is_main:
+            return []
+        return records(step, self._made, chosen, advantages, trained, self.stream.tokenizer)
 
     def _imitate(self, step: int, stop: StopRequest) -> list[Sample]:
         """The solutions of a step: every epoch has all of them, in an order of its own."""
