@@ -15,9 +15,9 @@ from torch import Tensor
 
 from equigrad.numerics.budget import WAVE_ENTRIES
 from equigrad.optim.assignment import Assignment, Part, Traffic, Wave
+from equigrad.optim.division import Division
 from equigrad.parallel.collectives import Axis
 from equigrad.parallel.placement import Placement
-from equigrad.parallel.ranks import gather
 
 _AT_ONCE = WAVE_ENTRIES // 4
 """Entries that are worked on at once: what is made on the way takes some times their memory."""
@@ -40,7 +40,7 @@ class Exchange:
     def __init__(self, held: Mapping[str, Placement], axis: Axis) -> None:
         """``held``: of this rank, the same names on every rank; parts may be empty. A collective."""
         self._axis, self.sent = axis, 0
-        self.assignment = Assignment([held] if axis.group is None else gather(dict(held), axis.group))
+        self.assignment = Assignment(Division.among(axis, held))
         self._waves = self.assignment.of(axis.rank)
 
     def run(

@@ -14,10 +14,10 @@ from torch import Tensor
 from equigrad.config.optim import Optim
 from equigrad.numerics.exact.elementary import quotient
 from equigrad.optim.arithmetic import Arithmetic, Sums
+from equigrad.optim.division import Division
 from equigrad.optim.roles import Rates
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.placement import Placed, Placement
-from equigrad.parallel.ranks import gather
 
 SMALLEST = 1e-7
 """A root mean square below this counts as this where something is divided by it."""
@@ -98,10 +98,5 @@ class Equalized(Momentum):
 def _first_copies(places: Mapping[str, Placement], axis: Axis) -> dict[str, Placement]:
     """This rank's places, 0 the number of a copy where no earlier rank of the axis has the same: at the end of a
     pipeline the embedding is a copy on every rank, and its sums are to be counted there, too."""
-    everyone = [places] if axis.group is None else gather(dict(places), axis.group)
-
-    def before(name: str, at: Placement) -> int:
-        box = at.offset, at.local_shape
-        return sum((held[name].offset, held[name].local_shape) == box for held in everyone[: axis.rank])
-
-    return {name: replace(at, replica=before(name, at)) for name, at in places.items()}
+    before = Division.among(axis, places).copies_before(axis.rank)
+    return {name: replace(at, replica=before[name]) for name, at in places.items()}
