@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equigrad.config.optim import Optim
 from equigrad.numerics.exact.elementary import quotient
-from equigrad.optim.arithmetic import Arithmetic, Sums
+from equigrad.optim.arithmetic import Arithmetic, Sums, pieces
 from equigrad.optim.division import Division
 from equigrad.optim.roles import Rates
 from equigrad.parallel.collectives import ALONE, Axis
@@ -86,13 +86,14 @@ class Equalized(Momentum):
         for name, made in updates.items():
             self._apply(name, made, lr, self.config.meq_scale)
 
-    def _divide(self, updates: dict[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
-        """By the root mean square over some dimensions of the whole tensor."""
+    def _divide(self, updates: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
+        """In place, by the root mean square over some dimensions of the whole tensor."""
         of = [Sums(Placed(self._places[n], updates[n]), over) for n, over in dims.items()]
         for (name, over), total in zip(dims.items(), self._arithmetic.square_sums(of), strict=True):
             count = math.prod(self._parameters[name].placement.shape[dim] for dim in over)
             size = self._arithmetic.sqrt(quotient(total, count)).clamp(min=SMALLEST)
-            updates[name] = (updates[name] / size).to(updates[name].dtype)
+            for x, divisor in pieces(updates[name], size.expand_as(updates[name])):
+                x.copy_(x / divisor)
 
 
 def _first_copies(places: Mapping[str, Placement], axis: Axis) -> dict[str, Placement]:
