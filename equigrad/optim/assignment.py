@@ -14,7 +14,7 @@ from equigrad.numerics.budget import WAVE_ENTRIES
 from equigrad.optim.division import Division, Held, Kind, Span
 
 _WAVES = 4
-"""At least so many where there are several ranks. More overlap better, and send smaller messages."""
+"""At least so many where several ranks have as many matrices. More overlap better, and send smaller messages."""
 
 
 class Matrix(NamedTuple):
@@ -96,7 +96,8 @@ class Assignment:
 
     def __init__(self, division: Division) -> None:
         """Of matrices, and of stacks of them."""
-        kinds = [Kind(boxes) for boxes in division.kinds]
+        examples = {kind: name for name, kind in division.of.items()}
+        kinds = [Kind(examples[number], boxes) for number, boxes in enumerate(division.kinds)]
         self._ranks = len(division.kinds[0]) if kinds else 1
         self._kinds = {name: kinds[kind] for name, kind in division.of.items()}
         self.matrices = [

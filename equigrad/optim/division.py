@@ -40,11 +40,14 @@ class Division:
     """
 
     def __init__(self, names: Iterable[str], everyone: Sequence[Outline]) -> None:
-        """``names``: of parameters that each rank has told its part of. Raises ``ValueError`` if there are others."""
+        """``names``: of parameters that each rank has told its part of. Raises ``ValueError`` where one told of others:
+        as far as numbers and shapes show it."""
         alike: dict[tuple[int, ...], int] = {}
         columns = zip(*(outline.numbers for outline in everyone), strict=True)
         self.of = {n: alike.setdefault(c, len(alike)) for n, c in zip(sorted(names), columns, strict=True)}
         self.kinds = [[told.boxes[number] for told, number in zip(everyone, c, strict=True)] for c in alike]
+        if odd := [shapes for boxes in self.kinds if len(shapes := {box.shape for box in boxes}) > 1]:
+            raise ValueError(f"ranks have not told of the same parameters: one has several shapes, {sorted(odd[0])}")
 
     @classmethod
     def among(cls, axis: Axis, places: Mapping[str, Placement]) -> "Division":
@@ -72,9 +75,10 @@ class Held(NamedTuple):
         return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
     @property
-    def box(self) -> tuple[int, int, int]:
+    def box(self) -> tuple[int, ...]:
         """The same where ranks have copies."""
-        return self.members.start, self.rows.start, self.columns.start
+        ends = ((cut.start, cut.stop) for cut in (self.members, self.rows, self.columns))
+        return tuple(end for both in ends for end in both)
 
 
 @dataclass(eq=False)
@@ -92,12 +96,13 @@ class Kind:
     spans: all members, one after another; of: the span of each
     """
 
-    def __init__(self, boxes: Sequence[Placement]) -> None:
-        """``boxes``: of every rank. Raises ``ValueError`` where they do not hold every entry once, but for copies."""
+    def __init__(self, example: str, boxes: Sequence[Placement]) -> None:
+        """``example``: a parameter of this kind; ``boxes``: of every rank. Raises ``ValueError`` where they do not hold
+        every entry once, but for copies."""
         *stack, self.rows, self.columns = boxes[0].shape
         self.members = stack[0] if stack else 1
         self.held = {held.rank: held for held in _held(boxes)}
-        self._copies: dict[tuple[int, int, int], list[int]] = {}
+        self._copies: dict[tuple[int, ...], list[int]] = {}
         edges = {0, self.members}
         for rank, held in self.held.items():
             self._copies.setdefault(held.box, []).append(rank)
@@ -110,7 +115,7 @@ class Kind:
         self.of = [span for span in self.spans for _ in span.members]
         for span in self.spans:
             if sum({held.box: held.of_each for held in span.held}.values()) != self.rows * self.columns:
-                raise ValueError(f"the boxes of a parameter of shape {boxes[0].shape} overlap or leave a gap")
+                raise ValueError(f"the boxes of {example} overlap or leave a gap")
 
     def nearest(self, held: Held, owner: int) -> int:
         """Of the ranks that have the same, the owner itself, or its nearest neighbour."""

@@ -16,7 +16,7 @@ from equigrad.numerics.exact.elementary import quotient
 from equigrad.optim.arithmetic import Arithmetic, Sums, pieces
 from equigrad.optim.division import Division
 from equigrad.optim.roles import Rates
-from equigrad.parallel.collectives import ALONE, Axis
+from equigrad.parallel.collectives import Axis
 from equigrad.parallel.placement import Placed, Placement
 
 SMALLEST = 1e-7
@@ -63,12 +63,7 @@ class Equalized(Momentum):
     divided by its own. Kernels of convolutions are as vectors, one for each channel."""
 
     def __init__(
-        self,
-        config: Optim,
-        parameters: Mapping[str, Placed],
-        rates: Rates,
-        arithmetic: Arithmetic,
-        axis: Axis = ALONE,
+        self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
     ) -> None:
         """``axis``: the ranks that have parts of these parameters. A collective."""
         super().__init__(config, parameters, rates, arithmetic)

@@ -75,7 +75,7 @@ class NorMuon(Muon):
         self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
     ) -> None:
         super().__init__(config, parameters, rates, arithmetic, axis)
-        self._rows = {name: _rows(placed, arithmetic) for name, placed in parameters.items()}
+        self._rows = {name: _row_moment(placed, arithmetic) for name, placed in parameters.items()}
 
     def state(self) -> dict[str, Placed]:
         """Buffers, and second moments of rows, [..., rows], named ``row_moment.<parameter>``."""
@@ -137,7 +137,7 @@ class MeqMuon(Muon):
         return self.config.meq_scale
 
 
-def _rows(parameter: Placed, arithmetic: Arithmetic) -> Placed:
+def _row_moment(parameter: Placed, arithmetic: Arithmetic) -> Placed:
     """A zero for each row, where the row is; counted on the rank that has its first column."""
     at = parameter.placement
     if at.numel:

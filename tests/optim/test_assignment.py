@@ -179,9 +179,16 @@ def test_what_ranks_tell_each_other_grows_with_kinds_of_parameters_and_hardly_wi
 def test_boxes_that_leave_a_gap_or_overlap_are_refused() -> None:
     rows = [Placement("w", (4, 3), (start, 0), (2, 3)) for start in (0, 1, 2)]
     assigned([{"w": rows[0]}, {"w": rows[2]}, {"w": rows[0]}])
-    for wrong in ([rows[0], rows[0]], [rows[0], rows[1], rows[2]]):
-        with pytest.raises(ValueError, match="overlap or leave a gap"):
+    for wrong in ([rows[0], rows[0]], [rows[0], rows[1], rows[2]], [rows[0], whole("w", (4, 3))]):
+        with pytest.raises(ValueError, match="boxes of w overlap or leave a gap"):
             assigned([{"w": at} for at in wrong])
+
+
+def test_ranks_that_tell_of_other_parameters_are_refused() -> None:
+    one, other, both = (sharded(shapes, 2) for shapes in ({"a": (4, 3)}, {"a": (3, 4)}, {"a": (4, 3), "b": (4, 3)}))
+    for first, second in ((one, other), (one, both)):
+        with pytest.raises(ValueError, match=r"same parameters|zip\(\)"):
+            assigned([first[0], second[1]])
 
 
 def test_waves_have_no_more_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
