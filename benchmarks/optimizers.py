@@ -4,7 +4,8 @@ About a million parameters and a million tokens a run, on the built-in books. Ev
 seed that is reported nowhere and by training loss, so that the held-out text chooses nothing: the three learning rates
 below, fixed beforehand, and further ones where the best is at an edge, until it is not. Then three seeds at the best.
 Runs are done two at a time, one thread each, and each result is written as it comes: what was interrupted goes on where
-it was.
+it was. A result is known by its settings and not by the code that made it: after a change of what runs compute, remove
+the file of results, or old ones stand beside new ones.
 Steps are timed afterwards, in turns, with nothing beside them.
 
     python benchmarks/optimizers.py                # two to three hours on two cores

@@ -65,7 +65,7 @@ class Trainer:
         """How many steps were done once more since this process began, because a value had left its grid."""
         self.optimizer = Optimizer(job.optim, self.parameters, self.specs, self._arithmetic(), world.axis("stage"))
         self._update_cost = (0.0, 0)
-        """Seconds, and bytes sent to orthogonalise matrices, of the last update on this rank."""
+        """Seconds, and bytes sent to orthogonalise matrices, of this rank's last update; 0 where it was refused."""
         self.checkpointer = Checkpointer(folder / "checkpoints", job.checkpoint)
         self._configuration = job.common()
         self.shown: Sequence[dict[str, Any]] = ()
@@ -157,8 +157,9 @@ class Trainer:
                   "executed_tokens": int(executed), "loss_tokens": batch.loss_tokens,
                   "total_tokens": self.counters["tokens"], "skipped": self.counters["skipped"]}  # fmt: skip
         record |= self.objective.figures(sums, peaks.tolist()) | dict(batch.facts)
+        record["optimizer_seconds"], sent = self._update_cost
         if job.optim.orthogonal:
-            record["optimizer_seconds"], record["optimizer_bytes"] = self._update_cost
+            record["optimizer_bytes"] = sent
         if job.model.mtp_layers:
             record["mtp_loss"] = further
         if self.balance.layers:
@@ -246,7 +247,7 @@ class Trainer:
                 clip(gradients.values(), norm, job.optim.clip_norm)
             began, sent = time.perf_counter(), self.optimizer.sent
             self.optimizer.step(gradients, lr)
-            if job.optim.orthogonal and self.world.device.type != "cpu":
+            if self.world.device.type != "cpu":
                 torch.accelerator.synchronize()  # what is reported is done, not asked for
             self._update_cost = time.perf_counter() - began, self.optimizer.sent - sent
             self.balance.update(counts)

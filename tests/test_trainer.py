@@ -1,5 +1,7 @@
 """The loop: equal to a bare PyTorch loop, and independent of layout, packing, accumulation and memory policy."""
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,20 @@ def test_prompts_are_read_but_not_learned(tmp_path: Path) -> None:
     assert batch.loss_tokens < batch.tokens
     assert records[0]["loss"] == pytest.approx(total / batch.loss_tokens, rel=1e-5)
     assert records[0]["executed_tokens"] == batch.tokens
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "muon"])
+def test_every_rule_reports_the_seconds_of_its_updates_and_none_for_one_that_was_refused(
+    tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tiny_job(optim__name=rule, train__non_finite="skip"), tmp_path)
+    began = time.perf_counter()
+    updated, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
+    assert 0 < updated["optimizer_seconds"] < time.perf_counter() - began
+    assert ("optimizer_bytes" in updated) == (rule == "muon")
+    monkeypatch.setattr(trainer, "norm", lambda _: math.inf)
+    refused, _ = trainer.update(trainer.stream.next_batch(), StopRequest())
+    assert (refused["skipped"], refused["optimizer_seconds"]) == (1, 0.0)
 
 
 def test_a_checkpoint_is_saved_before_its_evaluation_and_a_stop_evaluates_nothing(

@@ -70,7 +70,7 @@ class Optim(Section):
     """Polynomials by which matrices are orthogonalised. ``quintic``: one, repeated (Muon); ``polar_express``: another
     each time (arXiv 2505.16932)."""
     newton_schulz_steps: int = Field(5, ge=1, le=10)
-    """How many times a polynomial is applied."""
+    """How many times a polynomial is applied. ``polar_express`` has five; further times repeat the last."""
     update_scale: Literal["rms", "spectral"] = "rms"
     """What an orthogonalised update of [m, n] is multiplied by. ``rms``: 0.2 sqrt(max(m, n)), by which it is as large
     as AdamW's, so that rates carry over; ``spectral``: sqrt(m / n)."""

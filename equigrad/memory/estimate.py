@@ -8,7 +8,7 @@ from equigrad.config.model import Model
 from equigrad.config.optim import Optim
 from equigrad.models.parts import Part, cut_into_parts
 from equigrad.models.specs import Spec, parameter_specs
-from equigrad.numerics.budget import WAVE_ENTRIES, WORKING_BYTES, delta_bytes
+from equigrad.numerics.budget import PIECE_ENTRIES, WAVE_ENTRIES, WORKING_BYTES, delta_bytes
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ def _of_rank(job: Job, specs: Mapping[str, Spec], parts: Sequence[Part], rows: i
     activations = max(_activations(job, part, rows) for part in parts)
     logits = _logits(job, rows) if parts[-1].last else 0
     # When the update is made, the activations are gone.
-    matrices = {n: s for n, s in own.items() if s.trained and s.is_matrix}
-    update = _orthogonal(job, matrices, kept) - activations - logits
+    matrices = {n: own[n] for n in trained if own[n].is_matrix}
+    rest = [kept[n] for n in trained if n not in matrices]
+    update = max(_orthogonal(job, matrices, kept), _equalized(job, rest)) - activations - logits
     return Estimate(
         parameters=wide * (sum(kept.values()) + gathered),
         gradients=wide * sum(gradients[n] for n in trained),
@@ -96,7 +97,18 @@ def _orthogonal(job: Job, matrices: Mapping[str, Spec], kept: Mapping[str, int])
     # Parts of three waves, whole matrices of two, messages there and back, in and out; and what is made on the way.
     parts = 4 * max(3 * part, max(kept[name] for name in matrices))
     messages = 4 * max(wave, part) * size if ranks > 1 else 0
-    return parts + 2 * wave * size + messages + at_once * (60 if exact else 5 * size)
+    # NorMuon and MeqMuon go on in float32 where matrices are bfloat16.
+    widest = 4 if job.optim.name in ("normuon", "meqmuon") else size
+    return parts + 2 * wave * size + messages + at_once * (60 if exact else 5 * widest)
+
+
+def _equalized(job: Job, rest: Sequence[int]) -> int:
+    """What MeqMuon takes for parameters that are no hidden matrices, of each of which a rank has so many entries:
+    updates of all of them, and in float64 the squares of one, and a piece of what is made of it on the way."""
+    if job.optim.name != "meqmuon" or not rest:
+        return 0
+    on_the_way = 40 if job.numerics.kind == "exact" else 16
+    return 4 * sum(rest) + 8 * max(rest) + on_the_way * min(max(rest), PIECE_ENTRIES)
 
 
 def _activations(job: Job, part: Part, rows: int) -> int:

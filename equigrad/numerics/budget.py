@@ -6,6 +6,9 @@ WORKING_BYTES = 256 << 20
 WAVE_ENTRIES = 1 << 24
 """Of the matrices that a rank makes orthogonal, about so many entries are whole at a time: those of a wave."""
 
+PIECE_ENTRIES = 1 << 20
+"""Of a tensor, entries that an optimizer works on at a time where float64 is on the way: some seventy bytes each."""
+
 
 def delta_bytes(key_dim: int, value_dim: int) -> int:
     """Working memory of the gated delta rule's backward pass for each token and value head, as measured: about twenty

@@ -3,7 +3,7 @@
 Tensors are local parts, or stacks of whole matrices; nothing here knows ranks, but for sums that are handed in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from equigrad.config.optim import Optim
+from equigrad.numerics.budget import PIECE_ENTRIES
 from equigrad.optim.adamw import AdamW
 from equigrad.optim.newton_schulz import newton_schulz
 from equigrad.parallel.placement import Placed
@@ -112,20 +113,28 @@ class Native:
         return x.sqrt()
 
     def square_sums(self, of: Sequence[Sums]) -> list[Tensor]:
-        return sums_over_ranks(of, [sums.placed.tensor.double().square() for sums in of], self._add)
+        return sums_over_ranks(of, lambda i: of[i].placed.tensor.to(torch.float64, copy=True).square_(), self._add)
 
 
-def sums_over_ranks(of: Sequence[Sums], terms: Sequence[Tensor], add: OverRanks) -> list[Tensor]:
-    """The sums of what is computed of each, float64 and of its shape."""
+def sums_over_ranks(of: Sequence[Sums], terms: Callable[[int], Tensor], add: OverRanks) -> list[Tensor]:
+    """The sums of ``terms``, float64 and of the shape of the tensor of that number; those of one at a time."""
     if not of:
         return []
     wholes = []
-    for sums, local in zip(of, terms, strict=True):
+    for number, sums in enumerate(of):
         at = sums.placed.placement
-        whole = local.new_zeros(sums.shape)
+        whole = sums.placed.tensor.new_zeros(sums.shape, dtype=torch.float64)
         if at.replica == 0 and at.numel:
-            whole[sums.kept] = local.sum(sums.dims, keepdim=True)
+            whole[sums.kept] = terms(number).sum(sums.dims, keepdim=True)
         wholes.append(whole)
     flat = add(torch.cat([whole.reshape(-1) for whole in wholes]))
     parts = flat.split([whole.numel() for whole in wholes])
     return [part.view_as(whole)[sums.kept] for part, whole, sums in zip(parts, wholes, of, strict=True)]
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the same entries of tensors of one shape, in rows; of what is in no row, all at once."""
+    if not tensors[0].numel():
+        return iter(())
+    rows = max(1, PIECE_ENTRIES // max(1, tensors[0][0].numel())) if tensors[0].ndim else 1
+    return zip(*(x.split(rows) if x.ndim else (x,) for x in tensors), strict=True)

@@ -2,17 +2,19 @@
 that every rank finds the same without a word. Knows no tensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
 from equigrad.numerics.budget import WAVE_ENTRIES
-from equigrad.parallel.placement import Placement
+from equigrad.optim.division import Division, Held, Kind, Span
 
 _WAVES = 4
-"""At least so many where there are several ranks. More overlap better, and send smaller messages."""
+"""At least so many where several ranks have as many matrices. More overlap better, and send smaller messages."""
 
 
 class Matrix(NamedTuple):
@@ -31,21 +33,6 @@ class Matrix(NamedTuple):
     def cost(self) -> int:
         """Operations of a product with itself, on the smaller side, halved."""
         return self.numel * min(self.rows, self.columns)
-
-
-class Held(NamedTuple):
-    """What a rank has of a parameter: these rows and columns of these members; ``whole``: of each all."""
-
-    rank: int
-    members: range
-    rows: slice
-    columns: slice
-    whole: bool
-
-    @property
-    def of_each(self) -> int:
-        """Entries of each member."""
-        return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
 
 
 class Part(NamedTuple):
@@ -79,14 +66,13 @@ class Traffic:
     busy: bool = False
 
     def add(self, part: Part, source: int, target: int, rank: int) -> None:
-        """Of what travels from one rank to another, ``rank`` notes what concerns it."""
-        if source == target == rank:
+        """What travels from one rank to another, of which ``rank`` is one."""
+        if source == target:
             self.stay.append(part)
         elif source == rank:
             self.sent[target].append(part)
-        elif target == rank:
+        else:
             self.taken[source].append(part)
-        self.busy |= source != target
 
 
 @dataclass
@@ -102,13 +88,23 @@ class Wave:
 
 
 class Assignment:
-    """matrices: in name order; owners: of each, the rank that works on it; waves: their numbers, wave by wave."""
+    """matrices: in name order; owners: of each, the rank that works on it; waves: their numbers, wave by wave.
 
-    def __init__(self, everyone: Sequence[Mapping[str, Placement]]) -> None:
-        """``everyone``: what each rank has of the same parameters."""
-        self._ranks = len(everyone)
-        self._held = {name: list(_held(name, everyone)) for name in sorted(everyone[0])}
-        self.matrices = [matrix for name in self._held for matrix in _matrices(everyone[0][name])]
+    Takes time for the matrices, for the ranks of each kind, and for what ``of`` tells of one rank; but not for every
+    matrix on every rank.
+    """
+
+    def __init__(self, division: Division) -> None:
+        """Of matrices, and of stacks of them."""
+        examples = {kind: name for name, kind in division.of.items()}
+        kinds = [Kind(examples[number], boxes) for number, boxes in enumerate(division.kinds)]
+        self._ranks = len(division.kinds[0]) if kinds else 1
+        self._kinds = {name: kinds[kind] for name, kind in division.of.items()}
+        self.matrices = [
+            Matrix(name, member, kind.rows, kind.columns)
+            for name, kind in self._kinds.items()
+            for member in range(kind.members)
+        ]
         self._costliest = sorted(range(len(self.matrices)), key=lambda i: (-self.matrices[i].cost, i))
         self.owners = self._owners()
         self.waves = list(self._waves())
@@ -128,25 +124,26 @@ class Assignment:
         """First matrices that ranks have whole, to one of these, so that experts stay at home; then the others, to the
         rank that has most of it. Each time the costliest first, and to ranks whose fair share is not used up; what is
         left over goes to the one with the least to do."""
-        total, load = sum(matrix.cost for matrix in self.matrices), [0] * self._ranks
-        owners: dict[int, int] = {}
+        total, loads = sum(matrix.cost for matrix in self.matrices), [0] * self._ranks
+        everyone, owners = _Least(range(self._ranks), loads), dict[int, int]()
+        spans = {span: _by_size(span, loads) for kind in set(self._kinds.values()) for span in kind.spans}
         for at_home in (True, False):
             for number in self._costliest:
-                matrix = self.matrices[number]
                 if number in owners:
                     continue
-                has = {h.rank: h.of_each for h in self._held[matrix.name] if matrix.member in h.members}
-                ranks = [h.rank for h in self._held[matrix.name] if h.whole and h.rank in has]
-                ranks = ranks if at_home else list(range(self._ranks))
-                room = [rank for rank in ranks if (load[rank] + matrix.cost) * self._ranks <= total]
-                if room:
-                    owner = min(room, key=lambda r: (-has.get(r, 0), load[r], r))
-                elif at_home:
+                matrix = self.matrices[number]
+                groups = spans[self._kinds[matrix.name].of[matrix.member]]
+                if at_home:
+                    groups = [(size, least) for size, least in groups if size == matrix.numel]
+                # Of each group the one that comes first; of all ranks, if none has room that has something.
+                found = [(size, *least.find()) for size, least in (groups if at_home else [*groups, (0, everyone)])]
+                owner = next((r for _, load, r in found if (load + matrix.cost) * self._ranks <= total), None)
+                if owner is None and at_home:
                     continue
-                else:
-                    owner = min(ranks, key=lambda r: (load[r], -has.get(r, 0), r))
+                if owner is None:
+                    *_, owner = min((load, -size, rank) for size, load, rank in found)
                 owners[number] = owner
-                load[owner] += matrix.cost
+                loads[owner] += matrix.cost
         return [owners[number] for number in range(len(self.matrices))]
 
     def _waves(self) -> Iterator[list[int]]:
@@ -157,9 +154,9 @@ class Assignment:
             own[self.owners[number]].append(number)
         entries = [sum(self.matrices[number].numel for number in some) for some in own]
         here = [0] * self._ranks
-        for holders in self._held.values():
-            for held in holders:
-                here[held.rank] += held.of_each * len(held.members)
+        for kind, parameters in Counter(self._kinds.values()).items():
+            for held in kind.held.values():
+                here[held.rank] += parameters * held.of_each * len(held.members)
         count = max(_WAVES if self._ranks > 1 else 1, ceil(max(*entries, *here) / WAVE_ENTRIES))
         waves: list[list[int]] = [[] for _ in range(count)]
         for some, total in zip(own, entries, strict=True):
@@ -178,21 +175,16 @@ class Assignment:
         place = {number: (stack, at) for stack, some in enumerate(alike.values()) for at, number in enumerate(some)}
         for run in self._runs(numbers):
             owner, matrix = self.owners[run[0]], self.matrices[run[0]]
-            nearest: dict[tuple[int, ...], tuple[int, Part]] = {}
-            for held in self._held[matrix.name]:
-                part = _part(held, matrix, len(run), *place.get(run[0], (0, 0)))
+            kind, members = self._kinds[matrix.name], range(matrix.member, matrix.member + len(run))
+            there.busy |= not kind.has_all(owner, members)
+            back.busy |= not kind.alone(owner, members)
+            for other in kind.held if owner == rank else kind.held.keys() & {rank}:
+                part = _part(matrix.name, kind.held[other], members, *place.get(run[0], (0, 0)))
                 if part is None:
                     continue
-                back.add(part, owner, held.rank, rank)
-                # Of the ranks that have the same, the owner itself, or its nearest neighbour.
-                box = held.members.start, held.rows.start, held.columns.start
-                if box not in nearest or abs(held.rank - owner) < abs(nearest[box][0] - owner):
-                    nearest[box] = held.rank, part
-            found = sum((p.at.stop - p.at.start) * _each(p) for _, p in nearest.values())
-            if found != len(run) * matrix.numel:
-                raise ValueError(f"the boxes of {matrix.name} overlap or leave a gap")
-            for source, part in nearest.values():
-                there.add(part, source, owner, rank)
+                back.add(part, owner, other, rank)
+                if kind.nearest(kind.held[other], owner) == other:
+                    there.add(part, other, owner, rank)
         return Wave(there, back, [(len(some), *shape) for shape, some in alike.items()], first, last)
 
     def _runs(self, numbers: Iterable[int]) -> Iterator[list[int]]:
@@ -206,32 +198,33 @@ class Assignment:
             yield [number for _, number in run]
 
 
-def _each(part: Part) -> int:
-    """Entries of each member."""
-    return (part.rows.stop - part.rows.start) * (part.columns.stop - part.columns.start)
+class _Least:
+    """Which of some ranks has the least to do. Loads only grow: what was noted of one is never too much."""
+
+    def __init__(self, ranks: Iterable[int], loads: Sequence[int]) -> None:
+        self._loads, self._noted = loads, [(loads[rank], rank) for rank in ranks]
+        heapify(self._noted)
+
+    def find(self) -> tuple[int, int]:
+        """Its load, and which it is: the first of several."""
+        while (load := self._loads[self._noted[0][1]]) > self._noted[0][0]:
+            heapreplace(self._noted, (load, self._noted[0][1]))
+        return self._noted[0]
 
 
-def _matrices(at: Placement) -> Iterator[Matrix]:
-    *stack, rows, columns = at.shape
-    for member in range(*stack) if stack else (0,):
-        yield Matrix(at.name, member, rows, columns)
+def _by_size(span: Span, loads: Sequence[int]) -> list[tuple[int, _Least]]:
+    """The ranks that have so many entries of each member, the largest number first."""
+    ranks: dict[int, list[int]] = {}
+    for held in span.held:
+        ranks.setdefault(held.of_each, []).append(held.rank)
+    return [(size, _Least(ranks[size], loads)) for size in sorted(ranks, reverse=True)]
 
 
-def _held(name: str, everyone: Sequence[Mapping[str, Placement]]) -> Iterator[Held]:
-    for rank, parameters in enumerate(everyone):
-        at = parameters[name]
-        if not at.numel:
-            continue
-        members = range(at.offset[0], at.offset[0] + at.local_shape[0]) if len(at.shape) == 3 else range(1)
-        rows, columns = (slice(a, a + n) for a, n in zip(at.offset[-2:], at.local_shape[-2:], strict=True))
-        yield Held(rank, members, rows, columns, at.local_shape[-2:] == at.shape[-2:])
-
-
-def _part(held: Held, first: Matrix, count: int, stack: int, at: int) -> Part | None:
-    """Of so many members from the first on, whose first is there in a stack, those that are held."""
-    start = max(first.member, held.members.start)
-    number = min(first.member + count, held.members.stop) - start
-    if number <= 0:
+def _part(name: str, held: Held, members: range, stack: int, at: int) -> Part | None:
+    """Of members whose first is there in a stack, those that are held."""
+    start, stop = max(members.start, held.members.start), min(members.stop, held.members.stop)
+    if start >= stop:
         return None
-    own, there = start - held.members.start, at + start - first.member
-    return Part(first.name, slice(own, own + number), held.rows, held.columns, stack, slice(there, there + number))
+    own, there = held.members.start, members.start - at
+    there_at = slice(start - there, stop - there)
+    return Part(name, slice(start - own, stop - own), held.rows, held.columns, stack, there_at)

@@ -2,7 +2,7 @@
 tensors are sharded."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,20 +13,9 @@ from equigrad.numerics.exact.fused import fused
 from equigrad.numerics.exact.grids import fixed, largest, operand_bits, relative, sum_last, term_bits
 from equigrad.numerics.exact.scalar import power
 from equigrad.optim.adamw import MOMENTS, AdamW
-from equigrad.optim.arithmetic import OverRanks, Sums, sums_over_ranks
+from equigrad.optim.arithmetic import OverRanks, Sums, pieces, sums_over_ranks
 from equigrad.optim.newton_schulz import SMALLEST_NORM, polynomials
 from equigrad.parallel.placement import Placed
-
-_PIECE = 1 << 20
-"""Entries that are worked on at a time: what is computed on the way takes some seventy bytes an entry."""
-
-
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of the same entries of tensors of one shape, in rows; of what is in no row, all at once."""
-    if not tensors[0].numel():
-        return iter(())
-    rows = max(1, _PIECE // max(1, tensors[0][0].numel())) if tensors[0].ndim else 1
-    return zip(*(x.split(rows) if x.ndim else (x,) for x in tensors), strict=True)
 
 
 @torch.no_grad()
@@ -58,7 +47,7 @@ def exact_norm(
     for number, name in enumerate(names):
         if name in counted:
             bits = term_bits(math.prod(shapes[name]))
-            for (piece,) in _pieces(counted[name]):
+            for (piece,) in pieces(counted[name]):
                 for total, part in zip(squares[:, number], _squares(piece, limits[number], bits), strict=True):
                     total += part  # exact, as all of these sums are
     # As squares of numbers below 1, exact; and only then of the size that they are.
@@ -98,7 +87,7 @@ class ExactAdamW(AdamW):
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
         """Update every parameter in place from its gradient; ``update``: how many were made before."""
-        beta1, beta2 = self.config.betas
+        (beta1, beta2), eps = self.config.betas, self.config.eps
         corrected = 1 - power(beta1, update + 1)
         root = math.sqrt(1 - power(beta2, update + 1))
         for name, placed in self._parameters.items():
@@ -106,20 +95,9 @@ class ExactAdamW(AdamW):
                 continue
             rate, decay = self._rates(name, lr)
             first, second = (self._moments[moment][name] for moment in MOMENTS)
-            divisor = placed.tensor.new_full((), root)
-            for parameter, gradient, m, v in _pieces(placed.tensor, gradients[name].tensor, first, second):
-                new = _adamw(
-                    parameter,
-                    gradient,
-                    m,
-                    v,
-                    beta1,
-                    beta2,
-                    rate / corrected,
-                    1 - rate * decay,
-                    divisor,
-                    self.config.eps,
-                )
+            keep, divisor = 1 - rate * decay, placed.tensor.new_full((), root)
+            for parameter, gradient, m, v in pieces(placed.tensor, gradients[name].tensor, first, second):
+                new = _adamw(parameter, gradient, m, v, beta1, beta2, rate / corrected, keep, divisor, eps)
                 for kept, value in zip((parameter, m, v), new, strict=True):
                     kept.copy_(value)
 
@@ -158,11 +136,11 @@ class Exact:
 
     @staticmethod
     def _mix_into(made: Tensor, moment: Tensor, gradient: Tensor, keep: float, add: float) -> None:
-        for to, m, g in _pieces(made, moment, gradient):
+        for to, m, g in pieces(made, moment, gradient):
             to.copy_(_mixed(m, g, keep, add))
 
     def apply(self, parameter: Tensor, update: Tensor, decay: float, rate: float) -> None:
-        for kept, made in _pieces(parameter, update):
+        for kept, made in pieces(parameter, update):
             kept.copy_(_applied(kept, made, decay, rate))
 
     def orthogonalize(self, x: Tensor, config: Optim) -> Tensor:
@@ -202,11 +180,16 @@ class Exact:
         flat = self._largest(torch.cat([top.reshape(-1) for top in tops]))
         parts = power_of_two(exponent(flat)).split([top.numel() for top in tops])
         limits = [part.view_as(top)[sums.kept] for part, top, sums in zip(parts, tops, of, strict=True)]
-        terms = []
-        for sums, limit in zip(of, limits, strict=True):
-            units = sums.placed.tensor.double() / limit
-            count = math.prod(sums.placed.placement.shape[dim] for dim in sums.dims)
-            terms.append(fixed(units * units, term_bits(count)))
+
+        def terms(number: int) -> Tensor:
+            sums, x, limit = of[number], of[number].placed.tensor, limits[number]
+            bits = term_bits(math.prod(sums.placed.placement.shape[dim] for dim in sums.dims))
+            made = torch.empty_like(x, dtype=torch.float64)
+            for to, entries, unit in pieces(made, x, limit.expand_as(x)):
+                units = entries.double() / unit
+                to.copy_(fixed(units * units, bits))
+            return made
+
         found = sums_over_ranks(of, terms, self._add)
         return [total * (limit * limit) for total, limit in zip(found, limits, strict=True)]
 

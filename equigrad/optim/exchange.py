@@ -6,7 +6,7 @@ exchange there and one back for each wave of matrices: while one is worked on, t
 before on its way back. Memory holds about two waves at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from equigrad.numerics.budget import WAVE_ENTRIES
 from equigrad.optim.assignment import Assignment, Part, Traffic, Wave
+from equigrad.optim.division import Division
 from equigrad.parallel.collectives import Axis
 from equigrad.parallel.placement import Placement
-from equigrad.parallel.ranks import gather
 
 _AT_ONCE = WAVE_ENTRIES // 4
 """Entries that are worked on at once: what is made on the way takes some times their memory."""
@@ -40,7 +40,7 @@ class Exchange:
     def __init__(self, held: Mapping[str, Placement], axis: Axis) -> None:
         """``held``: of this rank, the same names on every rank; parts may be empty. A collective."""
         self._axis, self.sent = axis, 0
-        self.assignment = Assignment([held] if axis.group is None else gather(dict(held), axis.group))
+        self.assignment = Assignment(Division.among(axis, held))
         self._waves = self.assignment.of(axis.rank)
 
     def run(
@@ -92,23 +92,21 @@ class Exchange:
 
     def _transfer(self, traffic: Traffic, kind: "_Kind", read: View, write: View) -> Wait:
         """Start to send what ``read`` has of this rank's parts; what is returned waits, and has ``write`` filled."""
-        for part in traffic.stay:
-            write(part).copy_(read(part))
+        _copy([write(part) for part in traffic.stay], [read(part) for part in traffic.stay])
         if self._axis.group is None or not traffic.busy:
             return lambda: None
         sent = [[read(part) for part in parts] for parts in traffic.sent]
         taken = [[write(part) for part in parts] for parts in traffic.taken]
         outward, inward = ([sum(view.numel() for view in views) for views in of] for of in (sent, taken))
         flat, received = kind.empty(sum(outward)), kind.empty(sum(inward))
-        for values, view in _pairs(flat, sent):
-            values.copy_(view)
+        _copy(*_places(flat, sent))
         self.sent += flat.numel() * flat.element_size()
         waiting = dist.all_to_all_single(received, flat, inward, outward, self._axis.group, async_op=True)
 
         def finish() -> None:
             waiting.wait()
-            for values, view in _pairs(received, taken):
-                view.copy_(values)
+            values, views = _places(received, taken)
+            _copy(views, values)
 
         return finish
 
@@ -133,11 +131,17 @@ class _Kind:
         return lambda part: stacks[part.stack][(part.at, part.rows, part.columns)[: self._ndim]]
 
 
-def _pairs(flat: Tensor, views: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each view with its place in a message, as a view of its shape."""
+def _places(flat: Tensor, views: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each view its place in a message, as a view of its shape; and all views."""
     every = [view for of_rank in views for view in of_rank]
-    for values, view in zip(flat.split([view.numel() for view in every]), every, strict=True):
-        yield values.view_as(view), view
+    values = flat.split([view.numel() for view in every])
+    return [value.view_as(view) for value, view in zip(values, every, strict=True)], every
+
+
+def _copy(to: list[Tensor], of: list[Tensor]) -> None:
+    """In one call, for parts are many and often small."""
+    if to:
+        torch._foreach_copy_(to, of)
 
 
 def _have_done(work: Work, whole: Tensor, rows: Tensor | None = None) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from equigrad.config.optim import Optim
 from equigrad.numerics.exact.elementary import quotient
-from equigrad.optim.arithmetic import Arithmetic, Sums
+from equigrad.optim.arithmetic import Arithmetic, Sums, pieces
+from equigrad.optim.division import Division
 from equigrad.optim.roles import Rates
-from equigrad.parallel.collectives import ALONE, Axis
+from equigrad.parallel.collectives import Axis
 from equigrad.parallel.placement import Placed, Placement
-from equigrad.parallel.ranks import gather
 
 SMALLEST = 1e-7
 """A root mean square below this counts as this where something is divided by it."""
@@ -63,12 +63,7 @@ class Equalized(Momentum):
     divided by its own. Kernels of convolutions are as vectors, one for each channel."""
 
     def __init__(
-        self,
-        config: Optim,
-        parameters: Mapping[str, Placed],
-        rates: Rates,
-        arithmetic: Arithmetic,
-        axis: Axis = ALONE,
+        self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
     ) -> None:
         """``axis``: the ranks that have parts of these parameters. A collective."""
         super().__init__(config, parameters, rates, arithmetic)
@@ -86,22 +81,18 @@ class Equalized(Momentum):
         for name, made in updates.items():
             self._apply(name, made, lr, self.config.meq_scale)
 
-    def _divide(self, updates: dict[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
-        """By the root mean square over some dimensions of the whole tensor."""
+    def _divide(self, updates: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
+        """In place, by the root mean square over some dimensions of the whole tensor."""
         of = [Sums(Placed(self._places[n], updates[n]), over) for n, over in dims.items()]
         for (name, over), total in zip(dims.items(), self._arithmetic.square_sums(of), strict=True):
             count = math.prod(self._parameters[name].placement.shape[dim] for dim in over)
             size = self._arithmetic.sqrt(quotient(total, count)).clamp(min=SMALLEST)
-            updates[name] = (updates[name] / size).to(updates[name].dtype)
+            for x, divisor in pieces(updates[name], size.expand_as(updates[name])):
+                x.copy_(x / divisor)
 
 
 def _first_copies(places: Mapping[str, Placement], axis: Axis) -> dict[str, Placement]:
     """This rank's places, 0 the number of a copy where no earlier rank of the axis has the same: at the end of a
     pipeline the embedding is a copy on every rank, and its sums are to be counted there, too."""
-    everyone = [places] if axis.group is None else gather(dict(places), axis.group)
-
-    def before(name: str, at: Placement) -> int:
-        box = at.offset, at.local_shape
-        return sum((held[name].offset, held[name].local_shape) == box for held in everyone[: axis.rank])
-
-    return {name: replace(at, replica=before(name, at)) for name, at in places.items()}
+    before = Division.among(axis, places).copies_before(axis.rank)
+    return {name: replace(at, replica=before[name]) for name, at in places.items()}

@@ -41,7 +41,7 @@ class Muon(Momentum):
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
-        """Update every parameter in place; ``update``: how many were made before. A collective, but for signs."""
+        """Update every parameter in place; ``update``: how many were made before. A collective."""
         self.exchange.run(
             lambda name: self._direction(name, gradients[name].tensor),
             self._made,
@@ -75,7 +75,7 @@ class NorMuon(Muon):
         self, config: Optim, parameters: Mapping[str, Placed], rates: Rates, arithmetic: Arithmetic, axis: Axis
     ) -> None:
         super().__init__(config, parameters, rates, arithmetic, axis)
-        self._rows = {name: _rows(placed, arithmetic) for name, placed in parameters.items()}
+        self._rows = {name: _row_moment(placed, arithmetic) for name, placed in parameters.items()}
 
     def state(self) -> dict[str, Placed]:
         """Buffers, and second moments of rows, [..., rows], named ``row_moment.<parameter>``."""
@@ -100,6 +100,7 @@ class LionMuon(Muon):
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Placed], lr: float, update: int) -> None:
+        """Update every parameter in place; ``update``: how many were made before. A collective, but for signs."""
         if update % self.config.period == 0:
             super().step(gradients, lr, update)
             return
@@ -119,10 +120,10 @@ class MeqMuon(Muon):
 
     def _finished(self, x: Tensor, rows: Tensor | None) -> Stack:
         x = x.to(self._arithmetic.moment_dtype or torch.promote_types(x.dtype, torch.float32))
-        by_row, by_column = (self._arithmetic.sqrt(self._arithmetic.mean_square(x, dim)) for dim in (2, 1))
-        rows_vary = self._variation(by_row.squeeze(2)) > self._variation(by_column.squeeze(1))
-        by_row, by_column = (x / size.clamp(min=SMALLEST) for size in (by_row, by_column))
-        return torch.where(rows_vary[:, :, None], by_row, by_column).to(x.dtype), rows
+        of_rows, of_columns = (self._arithmetic.sqrt(self._arithmetic.mean_square(x, dim)) for dim in (2, 1))
+        rows_vary = self._variation(of_rows.squeeze(2)) > self._variation(of_columns.squeeze(1))
+        sizes = torch.where(rows_vary[:, :, None], of_rows, of_columns)
+        return (x / sizes.clamp(min=SMALLEST)).to(x.dtype), rows
 
     def _variation(self, sizes: Tensor) -> Tensor:
         """Coefficient of variation of sizes [k, n], those of nothing left out: [k, 1]."""
@@ -136,7 +137,7 @@ class MeqMuon(Muon):
         return self.config.meq_scale
 
 
-def _rows(parameter: Placed, arithmetic: Arithmetic) -> Placed:
+def _row_moment(parameter: Placed, arithmetic: Arithmetic) -> Placed:
     """A zero for each row, where the row is; counted on the rank that has its first column."""
     at = parameter.placement
     if at.numel:

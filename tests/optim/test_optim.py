@@ -1,19 +1,22 @@
 """AdamW, learning-rate schedules and the gradient norm against PyTorch and closed forms."""
 
 import math
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from equigrad.config.optim import Optim
-from equigrad.models.specs import Spec
+from equigrad.models.specs import Spec, parameter_specs
 from equigrad.optim.arithmetic import Native
 from equigrad.optim.norm import clip, local_square_sum
 from equigrad.optim.optimizer import Optimizer
 from equigrad.optim.schedule import learning_rate
 from equigrad.parallel.collectives import ALONE
 from equigrad.parallel.placement import place_all
+from tests.jobs import tiny_job
 
 
 def test_adamw_matches_pytorch_with_decay_on_matrices_only() -> None:
@@ -38,6 +41,28 @@ def test_adamw_matches_pytorch_with_decay_on_matrices_only() -> None:
         torch.testing.assert_close(ours[name].tensor, parameter.data, rtol=1e-6, atol=1e-7)
     assert set(optimizer.state()) == {"exp_avg.m", "exp_avg.v", "exp_avg_sq.m", "exp_avg_sq.v"}
     assert optimizer.updates == 3
+
+
+WITH_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0],
+    "shared_expert_intermediate_size": 8, "shared_expert_gate": True,
+}  # fmt: skip
+GATED: dict[str, Any] = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "full_attention_interval": 2}
+
+
+@pytest.mark.parametrize(
+    "lora", [None, {"rank": 2, "targets": ["all-linear", r".*\.experts\..*"]}], ids=["all", "lora"]
+)
+def test_hidden_matrices_are_the_weights_of_linear_layers_between_embedding_and_head(lora: Any) -> None:
+    """As the documentation lists them: the router, the gate of the shared expert and both factors of adapters too."""
+    job = tiny_job(model__experts=WITH_EXPERTS, model__linear_attention=GATED, model__tie_word_embeddings=False,
+                   model__num_hidden_layers=3, model__attention_bias=True, model__mtp_layers=0 if lora else 1,
+                   lora=lora)  # fmt: skip
+    trained = {name: spec for name, spec in parameter_specs(job.model, job.lora).items() if spec.trained}
+    linear = r"model\.layers\..*(_proj|in_proj_\w+|mlp\.gate|shared_expert_gate)(\.lora_[AB])?\.weight"
+    hidden = {name for name, spec in trained.items() if spec.is_matrix}
+    assert hidden == {name for name in trained if re.fullmatch(linear, name)}
+    assert all(spec.is_matrix for spec in trained.values()) == (lora is not None)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])

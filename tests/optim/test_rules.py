@@ -14,8 +14,10 @@ import torch
 
 from equigrad.config.optim import Optim
 from equigrad.models.specs import Role, Spec
+from equigrad.optim import arithmetic as pieces
 from equigrad.optim.arithmetic import Arithmetic, Native
 from equigrad.optim.exact import Exact
+from equigrad.optim.newton_schulz import polynomials
 from equigrad.optim.optimizer import Optimizer
 from equigrad.parallel.collectives import ALONE
 from equigrad.parallel.placement import place_all
@@ -295,6 +297,27 @@ def test_in_exact_numerics_every_step_is_that_of_the_formulas_to_five_digits(rul
     assert violations(CONFIGS[rule], Exact(ALONE.add, ALONE.largest), 1e-5, steps=5) == []
 
 
+@pytest.mark.parametrize("arithmetic", [Native(ALONE.add), Exact(ALONE.add, ALONE.largest)], ids=["native", "exact"])
+@pytest.mark.parametrize("rule", ["adamw", "muon", "meqmuon"])
+def test_however_small_the_pieces_an_update_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, rule: str, arithmetic: Arithmetic
+) -> None:
+    found = []
+    for entries in (1 << 20, 16):
+        monkeypatch.setattr(pieces, "PIECE_ENTRIES", entries)
+        random, specs = torch.Generator().manual_seed(0), {name: Spec(*shape) for name, shape in SHAPES.items()}
+        ours, *gradients = (
+            place_all((n, torch.randn(s.shape, generator=random, dtype=torch.float64)) for n, s in specs.items())
+            for _ in range(4)
+        )
+        optimizer = Optimizer(CONFIGS[rule], ours, specs, arithmetic)
+        for gradient in gradients:
+            optimizer.step(gradient, 0.1)
+        found.append(ours | optimizer.state())
+    for name, placed in found[0].items():
+        assert torch.equal(placed.tensor, found[1][name].tensor), name
+
+
 @pytest.mark.parametrize("role", ["matrix", "vector"])
 @pytest.mark.parametrize("rule", CONFIGS)
 def test_without_a_gradient_matrices_decay_and_vectors_stay_to_the_bit(rule: str, role: Role) -> None:
@@ -324,6 +347,23 @@ def test_orthogonalised_matrices_keep_their_singular_vectors_and_have_values_nea
     assert found.S.max() < 1.3
     close = 1e-12 if dtype == torch.float64 else 1e-5
     np.testing.assert_allclose(found.U @ found.Vh, u @ vh, rtol=0, atol=close)
+
+
+def test_polar_express_repeats_its_last_polynomial_which_has_a_stable_fixed_point() -> None:
+    """Singular values, of which it makes a x + b x^3 + c x^5: to where a + b x^2 + c x^4 is 1, and not away."""
+    applied, _ = polynomials(Optim(newton_schulz="polar_express", newton_schulz_steps=10))
+    five, _ = polynomials(Optim(newton_schulz="polar_express", newton_schulz_steps=5))
+    assert applied == (*five, *five[-1:] * 5)
+    a, b, c = five[-1]
+    fixed = math.sqrt((-b - math.sqrt(b * b - 4 * c * (a - 1))) / (2 * c))
+    assert fixed == pytest.approx(1.035, abs=5e-4)
+    assert abs(a + 3 * b * fixed**2 + 5 * c * fixed**4) < 1
+    values = np.geomspace(1e-2, 1, 1000) / 1.02
+    for number, (a, b, c) in enumerate((*applied, *applied[-1:] * 90), 1):
+        values = a * values + b * values**3 + c * values**5
+        if number == 10:
+            assert np.abs(values - fixed).max() < 0.03
+    np.testing.assert_allclose(values, fixed, rtol=1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
