@@ -36,6 +36,7 @@ class Kept(PolicyTrainer):
         self.samples = [dict(self.stream.read(ref).streams) for ref in batch.samples]
         return batch
 
+
 CUT = {"rl__task": "sequences", "data__context": 40, "rl__longest": 1}
 """Answers of one token, which is too few."""
 
