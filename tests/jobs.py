@@ -146,10 +146,12 @@ def inside(*words: str | Path) -> str:
     return out.getvalue()
 
 
-def start_command(*words: str | Path, env: dict[str, str] | None = None, **how: Any) -> subprocess.Popen:
-    """The same, left running."""
+def start_command(
+    *words: str | Path, env: dict[str, str] | None = None, under: Sequence[str] = (), **how: Any
+) -> subprocess.Popen:
+    """The same, left running. ``under``: a command that runs it."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
-    return subprocess.Popen([sys.executable, "-m", "equigrad", *map(str, words)], env=environment(env), **pipes)
+    return subprocess.Popen([*under, sys.executable, "-m", "equigrad", *map(str, words)], env=environment(env), **pipes)
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

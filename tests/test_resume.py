@@ -233,6 +233,19 @@ def test_a_signal_saves_and_ends_cleanly(tmp_path: Path, ranks: int, number: sig
     assert again.returncode == 0, again.stderr
 
 
+def test_training_goes_on_under_nohup_when_the_terminal_is_closed(tmp_path: Path) -> None:
+    """Which tells every process of its group."""
+    job = tiny_job(train__steps=100000, layout__dp_shard=2, batch__tokens=100)
+    words, folder = ("train", write_job(job, tmp_path / "job.toml")), tmp_path / "run"
+    process = start_command(*words, "--run", folder, under=["nohup"], start_new_session=True)
+    wait_for_steps(process, folder, 3)
+    os.killpg(process.pid, signal.SIGHUP)
+    wait_for_steps(process, folder, len(steps_of(folder)) + 20)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+
+
 def wait_for_steps(process: subprocess.Popen, folder: Path, steps: int) -> None:
     """Return once the run has recorded so many steps."""
     deadline = time.monotonic() + 60

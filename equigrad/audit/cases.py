@@ -14,8 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from equigrad.config import Job
 from equigrad.config.load import make_job, read_toml, set_key
+from equigrad.errors import UserError
 from equigrad.parallel.launch import launch
 
 FURTHER = ("mtp_loss", "balance_loss")
@@ -36,6 +39,17 @@ class Case:
     keys: Mapping[str, Any]
     folder: str
     follows: str | None = None
+
+    @staticmethod
+    def read(text: str) -> "Case":
+        """A case as ``run_case`` hands it to a process. ``UserError`` for anything else."""
+        try:
+            return TypeAdapter(Case).validate_json(text)
+        except ValidationError:
+            raise UserError(
+                f"--case {text!r} is no case: `equigrad verify` gives it to the processes that it starts; which cases"
+                " there are, --layouts, --packings, --microbatches and --threads say"
+            ) from None
 
     @property
     def steps(self) -> Path:

@@ -284,6 +284,9 @@ def _check_files(path: Path) -> None:
     said = manifest.meta.get("step")
     if (manifest.step, type(said), said) != (step, int, step):
         raise Contradiction(step, "checkpoint", f"{path.name} says that it is of step {manifest.step}, {said!r}")
+    for name in manifest.tensors:
+        if not name.startswith(tuple(SECTIONS.values())):
+            raise Contradiction(step, f"checkpoint: {name}", f"{path.name} has a tensor of which no trajectory tells")
     for name in manifest.files:
         if not (path / name).is_file():
             raise Unverifiable(f"{path.name}/{name} is missing")

@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from equigrad import __version__
-from equigrad.audit.trajectory import NAME, sha
+from equigrad.audit.trajectory import NAME, canonical, sha
 from equigrad.errors import UserError
 
 FORMAT = 1
@@ -91,48 +93,73 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(f"{path} is not a report of an audit") from None
-    if isinstance(version, int) and version > FORMAT:
+    if type(version) is not int:
+        raise UserError(f"{path} is not a report of an audit")
+    if version > FORMAT:
         raise UserError(f"{path} has format {version}, of a newer equigrad; this one reads {FORMAT}")
     if kind != "audit":
         raise UserError(f"{path} is a report of kind {kind!r}; give the audits themselves")
     try:
         intact = sha({key: value for key, value in body.items() if key != "digest"}) == body["digest"]
-        if intact and _is_whole(body):
+        if intact and _adds_up(_Report.model_validate_json(canonical(body))):
             return dict(body)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         pass
     raise UserError(f"{path} was changed after it had been written: its digest is not its own")
 
 
-_KNOWN_BY = {"chain", "job", "first", "last"}
+_Number = Annotated[int, Field(ge=0)]
 
 
-def _is_whole(body: dict[str, Any]) -> bool:
-    """Whether all that is added up has the form in which an audit writes it."""
-    run, (first, last) = body["run"], body["confirmed"] or (0, 0)
-    texts = [body["why"], body["layout"], body["field"] or ""]
-    numbers = [first, last, body["step"] or 0]
-    if run is not None:
-        texts += [run["chain"], run["job"]]
-        numbers += [run["first"], run["last"]]
-        if {*run} != _KNOWN_BY or not run["first"] <= run["last"]:
-            return False
-        asked = body["steps"] or [run["first"], run["last"]]
-        start = body["start"]["step"] if body["start"] else run["first"]
-        if len(asked) != 2 or not all(type(n) is int and n >= 0 for n in (*asked, start)):
-            return False
-        if body["confirmed"] and not (max(run["first"], start) <= first and last <= min(run["last"], asked[1])):
-            return False
-        if type(body["tensors"]) is not int or not 0 <= body["tensors"] <= last - first + 1:
-            return False
-    if body["verdict"] == "confirmed" and (body["start"] is None or body["field"] or body["step"] is not None):
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Subject(_Form):
+    chain: str
+    job: str
+    first: _Number
+    last: _Number
+
+
+class _Start(_Form):
+    step: _Number
+    begun: Literal["initial state", "imported weights", "checkpoint"] = Field(alias="from")
+
+
+class _Report(_Form):
+    """The form in which an audit writes its report."""
+
+    format: int = Field(ge=1, le=FORMAT)
+    kind: Literal["audit"]
+    run: _Subject | None
+    steps: tuple[_Number, _Number] | None
+    layout: str
+    machine: dict[str, str]
+    verdict: Verdict
+    why: str
+    step: _Number | None
+    field: str | None
+    start: _Start | None
+    confirmed: tuple[_Number, _Number] | None
+    tensors: _Number
+    changed: list[tuple[_Number, list[str]]]
+    digest: str
+
+
+def _adds_up(report: _Report) -> bool:
+    """Whether what the report says of its steps can be so."""
+    run = report.run
+    if run is not None and run.first > run.last:
         return False
-    return (
-        body["verdict"] in EXIT
-        and all(type(n) is int and n >= 0 for n in numbers)
-        and all(isinstance(text, str) for text in texts)
-        and first <= last
-    )
+    if report.confirmed is not None:
+        first, last = report.confirmed
+        begun = max(run.first if run else 0, report.start.step if report.start else 0)
+        end = min(run.last if run else last, report.steps[1] if report.steps else last)
+        if not begun <= first <= last <= end or report.tensors > last - first + 1:
+            return False
+    differs = report.field is not None or report.step is not None
+    return report.verdict != "confirmed" or (report.start is not None and not differs)
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:

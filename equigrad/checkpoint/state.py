@@ -190,7 +190,11 @@ def read_tensors(path: Path, prefix: str = "model.") -> Iterator[tuple[str, Tens
                     check_file(path / box.file, manifest.files[box.file], hashed=False)
                     opened = safetensors.safe_open(path / box.file, framework="pt")
                     files[box.file] = stack.enter_context(opened)
-                whole[Box(box.offset, box.shape).slices] = files[box.file].get_tensor(name)
+                part = files[box.file].get_tensor(name)
+                if (part.dtype, part.shape) != (whole.dtype, box.shape):  # which would be stretched or rounded to fit
+                    said = f"{stored.dtype} {list(box.shape)}"
+                    raise UserError(f"{path / box.file} is damaged: {name} in it is not {said}, as the manifest says")
+                whole[Box(box.offset, box.shape).slices] = part
             yield name.removeprefix(prefix), whole
 
 

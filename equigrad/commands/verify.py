@@ -1,7 +1,6 @@
 """``equigrad verify``: a job's first steps on several layouts, packings or numbers of threads, against one process."""
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,8 +21,9 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.case is not None:
         from equigrad.parallel.launch import run_worker
 
-        env, case = process_env(), Case(**json.loads(arguments.case))
-        assert env is not None
+        env, case = process_env(), Case.read(arguments.case)
+        if env is None:
+            raise UserError("--case is for the processes that `equigrad verify` starts, and this is none of them")
         return run_worker(env.rank, lambda: work(case, Path(arguments.job), arguments.steps))
     if arguments.steps < 1:
         raise UserError(f"--steps is {arguments.steps}; at least one step is compared")

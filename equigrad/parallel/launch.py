@@ -69,7 +69,8 @@ def launch(workers: int, arguments: Sequence[str], stops: bool = True) -> int:
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGHUP",
+            # Torch would handle it also where it is ignored, as under nohup.
+            signals_to_handle="" if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else "SIGHUP",
             shutdown_timeout=_GRACE_SECONDS,
         )
         handlers = {s: signal.signal(s, lambda number, _: _forward(Path(folder))) for s in STOP_SIGNALS}

@@ -9,6 +9,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from equigrad.audit.trajectory import canonical, linked, sha
 from equigrad.checkpoint.manifest import MANIFEST, _seal
 from equigrad.config import Job
@@ -79,6 +82,16 @@ def flip_bit(run: Path, step: int, tensor: str, *, hidden: bool) -> None:
     file.write_bytes(data)
     if hidden:
         change_manifest(run, step, lambda body: body["files"][file.name].update(sha256=_sha256(file)))
+
+
+def rewrite(run: Path, step: int, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """The tensors in the file of a checkpoint, whose hash in the manifest is made anew."""
+    file = run / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
+    change(tensors := load_file(file))
+    save_file(tensors, file)
+    change_manifest(
+        run, step, lambda body: body["files"][file.name].update(sha256=_sha256(file), size=file.stat().st_size)
+    )
 
 
 def change_manifest(run: Path, step: int, change: Callable[[dict[str, Any]], None], *, sealed: bool = True) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from equigrad.audit import replay
 from equigrad.errors import UserError
@@ -25,6 +27,7 @@ from tests.audit.runs import (
     flip_bit,
     rechained,
     replace_in,
+    rewrite,
     trajectory,
     write,
 )
@@ -194,6 +197,29 @@ def test_boxes_that_overlap_or_leave_a_gap_are_no_checkpoint(copy: Path) -> None
     assert (code, "overlap or leave a gap" in told) == (1, True)
     change_manifest(copy, 6, lambda body: body["tensors"][f"model.{WEIGHT}"].update(boxes=[]))
     assert audit(copy)[0] == 1
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_tensor_is_in_its_file_as_the_manifest_says(copy: Path, change: str) -> None:
+    """Stretched or rounded to what the manifest says, it has the bits of the trajectory."""
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        norm = tensors["optim.exp_avg.model.norm.weight"]
+        tensors["optim.exp_avg.model.norm.weight"] = norm[None] if change == "shape" else norm.double()
+
+    rewrite(copy, 4, spoil)
+    for steps in ("0..6", "5..6"):
+        code, told = audit(copy, "--steps", steps)
+        assert (code, told.splitlines()[1]) == (1, "first difference  step 4, checkpoint")
+
+
+def test_a_checkpoint_has_no_tensor_of_which_the_trajectory_does_not_tell(copy: Path) -> None:
+    rewrite(copy, 6, lambda tensors: tensors.update(further=torch.ones(3)))
+    boxes = [{"file": "rank-00000.safetensors", "offset": [0], "shape": [3]}]
+    further = {"dtype": "float32", "shape": [3], "boxes": boxes}
+    change_manifest(copy, 6, lambda body: body["tensors"].update(further=further))
+    code, told = audit(copy)
+    assert (code, told.splitlines()[1]) == (1, "first difference  step 6, checkpoint: further")
 
 
 def test_a_trajectory_does_not_begin_before_the_first_step(copy: Path) -> None:

@@ -1,11 +1,14 @@
 """``equigrad verify`` with real processes: what is equal, what is rounding, and faults that are planted in them."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from equigrad.audit.cases import Case
+from equigrad.cli import main
 from tests.jobs import command, tiny_job, write_job
 
 # A rank of a layout computes something slightly other than it should; the reference, which is alone, does not.
@@ -144,3 +147,21 @@ def test_a_step_that_is_left_out_everywhere_is_equal(tmp_path: Path) -> None:
 def test_an_error_that_is_the_users_keeps_its_code(tmp_path: Path) -> None:
     code, _, text = verify(tmp_path, "--threads", "1", "--data.sources", '["/dev/null"]')
     assert (code, "/dev/null" in text) == (2, True)
+
+
+@pytest.mark.parametrize("case", ["garbage", "5", "{}", '{"name": "one"}', '{"name": "one", "keys": 5, "folder": "x"}'])
+def test_what_is_no_case_is_told(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tiny_job(), tmp_path / "job.toml")
+    assert main(["verify", str(job), "--case", case]) == 2
+    assert "is no case" in (told := capsys.readouterr().err)
+    assert "--layouts" in told
+
+
+def test_a_case_is_for_processes_that_were_started_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    case = json.dumps(asdict(Case("one", {}, str(tmp_path))))
+    assert main(["verify", str(write_job(tiny_job(), tmp_path / "job.toml")), "--case", case]) == 2
+    assert "this is none of them" in capsys.readouterr().err
