@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,34 @@ def write_run(
         if content is not None:
             (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
+
+
+def group_record(step: int, problem: str = "sums/train/0/7/0", token: str = "4") -> dict[str, Any]:
+    """A line of ``rollouts.jsonl``: two attempts at a problem, one of them cut off."""
+    first = {
+        "tokens": ["2", "+", "2", "=", token, "<|endoftext|>"], "sampled": [0, 0, 0, 0, 1, 1],
+        "advantage": [None, None, None, None, 1.5, 1.5], "logprob": [None, None, None, None, -0.5, -0.25],
+        "difference": [None, None, None, None, 1e-6, -2e-6],
+    }  # fmt: skip
+    second = first | {"advantage": [None, None, None, None, -0.5, -0.5]}
+    attempts = [
+        {"reward": 1.0, "reason": "4 is right", "truncated": False, "segments": [first]},
+        {"reward": 0.0, "reason": f"{token} is wrong", "truncated": True, "segments": [second]},
+    ]
+    return {"kind": "group", "step": step, "problem": problem, "task": "sums", "level": 0, "attempts": attempts}
+
+
+def write_rollouts(folder: Path, groups: Sequence[Mapping[str, Any]]) -> None:
+    log = MetricsLog(folder / "rollouts.jsonl")
+    for group in groups:
+        log.log(group)
+    log.close()
+
+
+def policy_figures(step: int, total: int) -> dict[str, float]:
+    """What the record of a step of reinforcement learning has besides."""
+    done = step / total
+    return {
+        "reward": done, "response_tokens": 5 + done, "entropy": 1 - done / 2, "truncated": 0.1, "zero_spread": 0.5,
+        "clip_share": 0.0, "logprob_diff_max": 1e-6,
+    }  # fmt: skip

@@ -66,7 +66,7 @@ def test_an_evaluation_has_a_line_of_its_own_that_names_its_step() -> None:
     assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{n}/10" for n in range(1, 11)]
     assert [line for line in lines if not line.startswith("step")] == [
         "held-out 3.009 after step 7",
-        "evaluating on all held-out text",
+        "evaluating on all that is held out",
         "held-out 3.001 after step 10",
     ]
     assert not any("held-out" in line for line in lines if line.startswith("step"))

@@ -10,7 +10,15 @@ import pytest
 
 from equigrad.errors import UserError
 from equigrad.observe.report import write_report
-from tests.observe.runs import DIGEST, SUMMARY, step_record, write_run
+from tests.observe.runs import (
+    DIGEST,
+    SUMMARY,
+    group_record,
+    policy_figures,
+    step_record,
+    write_rollouts,
+    write_run,
+)
 
 
 def text_of(folder: Path) -> str:
@@ -140,3 +148,28 @@ def test_an_evaluation_or_summary_of_the_wrong_type_is_named(tmp_path: Path, key
         file.write(f'{{"kind": "eval", "step": 3, "{key}": "3.0"}}\n')
     with pytest.raises(UserError, match=rf"metrics\.jsonl: step 3: {key} must be a number, not str"):
         write_report(run)
+
+
+def test_reinforcement_learning_has_charts_of_its_own_and_its_rollouts(tmp_path: Path) -> None:
+    changes = {step: policy_figures(step, 20) for step in range(1, 21)}
+    run = write_run(
+        tmp_path / "run", 20, changes=changes, summary=SUMMARY | {"held_out_reward": 0.75, "held_out_solved": 0.7}
+    )
+    write_rollouts(run, [group_record(step) for step in range(1, 251)])
+    text = text_of(run)
+    for words in ("Reward", "Answers tokens", "Entropy", "Sampling against training", "Rollouts", "0.750 70.0% solved"):
+        assert words in text
+    assert data_of(run)["steps"]["reward"][-1] == 1.0
+    page = (run / "report.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="groups">(.*?)</script>', page)
+    assert found is not None
+    assert [group["step"] for group in json.loads(found[1])][:3] == [1, 3, 6]
+    plain = write_run(tmp_path / "plain", 5)
+    assert "Rollouts" not in text_of(plain)
+    assert "Entropy" not in text_of(plain)
+
+
+def test_what_a_model_answers_cannot_become_markup(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    write_rollouts(run, [group_record(1, token="</script><script>alert(1)</script>")])
+    assert "<script>alert" not in write_report(run).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ import pytest
 
 from equigrad.observe.metrics import read_metrics
 from equigrad.observe.report import write_report
-from tests.observe.runs import DIGEST, write_run
+from tests.observe.runs import DIGEST, group_record, policy_figures, write_rollouts, write_run
 
 SIZES = {"desk": (1280, 800), "phone": (390, 844)}
 STEPS, EVAL_EVERY, BAD, SPIKE = 200, 50, 120, 80
@@ -246,3 +246,33 @@ def test_short_runs_are_shown_without_errors(browser: Any, tmp_path: Path, total
         assert shown_step(browser) == total
         hover(browser, "loss", 0.1)
         assert shown_step(browser) == 1
+
+
+def test_rollouts_can_be_looked_through_token_by_token(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    changes = {step: policy_figures(step, 9) for step in range(1, 10)}
+    run = write_run(tmp_path / "run", 9, changes=changes)
+    write_rollouts(run, [group_record(1, "first"), group_record(9, "last", "<b>\x00</b>")])
+    write_report(run)
+    open_report(browser, run)
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    chosen = Select(find(browser, "#group"))
+    assert chosen.first_selected_option.text == "step 9: last"
+    first, second = browser.find_elements("css selector", ".attempt")
+    assert first.text.splitlines() == ["reward 1.00 4 is right", "2+2=<b>␀</b><|endoftext|>"]
+    assert second.find_element("css selector", "p").text == "reward 0.00, cut off <b>␀</b> is wrong"
+    tokens = first.find_elements("css selector", "span")
+    assert tokens[4].get_attribute("title").startswith("advantage 1.5, log-probability -0.5")
+    assert "given" in tokens[0].get_attribute("class")
+
+    def colour(attempt: int) -> str:
+        shown = browser.find_elements("css selector", ".attempt")[attempt]
+        return shown.find_elements("css selector", "span")[4].value_of_css_property("background-color")
+
+    by_advantage = colour(0)
+    assert by_advantage != colour(1)  # one is good, the other bad
+    Select(find(browser, "#colour")).select_by_value("difference")
+    assert colour(0) == colour(1) != by_advantage
+    Select(find(browser, "#group")).select_by_index(0)
+    assert "2+2=4" in find(browser, ".attempt").text

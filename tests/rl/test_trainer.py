@@ -155,7 +155,7 @@ def test_failed_verdicts_are_in_no_group_and_counted(tmp_path: Path) -> None:
     task.write_text(
         "from equigrad.rl.tasks import Draw, Question, Task\n\n\nclass Odd(Task):\n"
         "    def draw(self, draw, level):\n        return Question(f'{draw.below(99)}?', {})\n\n"
-        "    def verify(self, conversation):\n        return 1.0 / (len(conversation.completion.encode()) % 2)\n"
+        "    def verify(self, conversation):\n        return 1.0 / (sum(map(ord, conversation.completion)) % 2)\n"
     )
     job = tiny_job(**RL | {"rl__task": f"{task}:Odd", "rl__warmup__steps": 0, "train__steps": 1})
     trainer, records = rl_trainer(job, tmp_path / "run"), Records()
