@@ -14,6 +14,7 @@ COMMANDS = {
     "verify": "a job's first steps on other layouts, against one process: the same bits, or how far they deviate",
     "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
     "generate": "continue prompts with a run, checkpoint or model folder",
+    "serve": "answer requests over HTTP with a run, checkpoint or model folder, as OpenAI's interface has it",
     "import": "turn a Hugging Face model folder into a run folder",
     "export": "turn a run or checkpoint into a Hugging Face model folder",
     "tokenizer": "train a byte-level BPE tokenizer",
@@ -111,6 +112,10 @@ def _dispatch(command: str, words: list[str]) -> int:
         from equigrad.commands import generate
 
         return generate.main(arguments)
+    if command == "serve":
+        from equigrad.commands import serve
+
+        return serve.main(arguments)
     if command in ("import", "export"):
         from equigrad.commands import exchange
 
@@ -232,6 +237,18 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("--seed", type=int, default=0, help="of the sampling (0)")
         add("--chat", action="store_true", help="put each prompt as a user's message into the chat template")
         add("--json", metavar="FILE", help="write prompts and completions there as well")
+    elif command == "serve":
+        add("model", help="run, checkpoint or Hugging Face folder")
+        add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+        add("--port", type=int, default=8000, help="0: any that is free (8000)")
+        add("--slots", type=int, default=64, metavar="N", help="sequences that are decoded together (64)")
+        add("--context", type=int, metavar="N", help="tokens of a prompt and its completion; by default the model's")
+        add("--numerics", choices=("exact", "native"), help="by default as the run's job says")
+        add("--version", type=int, default=0, metavar="N", help="of the weights, for those who ask for one (0)")
+        add("--name", help="of the model; by default its folder's")
+        parser.epilog = (
+            "Whoever can reach the address can use the model and replace its weights. docs/rl.md has the interface."
+        )
     elif command == "import":
         add("model", help="Hugging Face folder: config.json, *.safetensors, tokenizer.json")
         add("run", help="run folder to create")

@@ -94,16 +94,21 @@ def huggingface_tensors(folder: Path, names: Iterable[str]) -> Iterator[tuple[st
 
 def exported_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a Hugging Face folder of the model, one by one, from any kind of source."""
-    pieces = stored_pieces(weights.model)
     if weights.checkpoint is None:
-        yield from huggingface_tensors(weights.folder, pieces)
-        return
+        yield from huggingface_tensors(weights.folder, stored_pieces(weights.model))
+    else:
+        yield from as_stored(merged(read_tensors(weights.checkpoint), weights.lora), weights.model)
+
+
+def as_stored(named: Iterable[tuple[str, Tensor]], model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters as the tensors of a Hugging Face folder, each as soon as all of it is there."""
+    pieces = stored_pieces(model)
     names: dict[str, list[str]] = {}
     for name, parts in pieces.items():
         for piece in parts:
             names.setdefault(piece.parameter, []).append(name)
     waiting: dict[str, dict[Piece, Tensor]] = {}
-    for parameter, tensor in merged(read_tensors(weights.checkpoint), weights.lora):
+    for parameter, tensor in named:
         for name in names.get(parameter, []):  # modules for multi-token prediction have no place there
             found = waiting.setdefault(name, {})
             for piece in pieces[name]:

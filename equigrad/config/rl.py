@@ -35,6 +35,34 @@ class Warmup(Section):
     """Coefficient of the cross-entropy of as many solutions beside each later step; 0: none."""
 
 
+class Servers(Section):
+    """Sample on servers: ``equigrad serve``, or others that speak OpenAI's interface and return token ids."""
+
+    urls: list[str] = Field(min_length=1)
+    """Such as ``["http://127.0.0.1:8000"]``; requests are shared out."""
+    weights: str = Field(min_length=1)
+    """Folder that the trainer and all servers see, for the weights of each version."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds that a server has for one answer."""
+    attempts: int = Field(3, ge=1)
+    """How often a request is asked, of the next server each time, before the run ends with an error."""
+    concurrency: int = Field(256, ge=1)
+    """Requests that are open at one time."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, value: list[str]) -> list[str]:
+        for url in value:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url}: an address begins with http:// or https://")
+        return value
+
+
 class Rl(Section):
     """Reinforcement learning from verifiable rewards. With this section a step's samples are what the model answers;
     ``batch.tokens`` and ``batch.samples`` are not used, and of ``data`` only tokenizer and context."""
@@ -74,6 +102,8 @@ class Rl(Section):
     """Conversations that are sampled together, on each replica of the model."""
     tp: int = Field(1, ge=1)
     """Tensor-parallel degree of sampling. A world of more ranks has as many replicas as fit in it."""
+    servers: Servers | None = None
+    """Sample there rather than on the ranks that train."""
     held_out: int = Field(256, ge=1)
     """Held-out problems of an evaluation. The most likely token is taken everywhere."""
     shown: int = Field(2, ge=0)

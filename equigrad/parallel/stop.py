@@ -26,6 +26,11 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def wait(self) -> None:
+        """Until it is asked."""
+        while not self.asked:
+            time.sleep(0.2)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A terminal's Ctrl-C reaches a worker twice, directly and through the launcher; only a late repeat is meant.
         if self.asked and time.monotonic() - self._since > 2.0:

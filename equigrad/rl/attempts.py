@@ -178,7 +178,7 @@ class Attempts:
             tuple(text.ids),
             min(config.longest, self._capacity - len(text.ids)),
             version,
-            key(self._seed, f"{attempt.id}/{turn}"),
+            key(self._seed, f"{attempt.id}/{turn}") >> 1,  # servers take numbers below 2^63
             0.0 if greedy else config.temperature,
             1.0 if greedy else config.top_p,
             0 if greedy else config.top_k,

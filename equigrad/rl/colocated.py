@@ -4,8 +4,7 @@ weights of every version and share out the requests.
 One process needs no replica: it samples with the very tensors that it trains.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,19 +20,17 @@ from equigrad.execution import WholeModel
 from equigrad.models.decoder import Decoder
 from equigrad.parallel.collectives import ALONE, Axis
 from equigrad.parallel.placement import Placed
-from equigrad.parallel.ranks import PeerError, SharedUserError, gather, together
+from equigrad.parallel.ranks import gather, together
 from equigrad.parallel.stop import StopRequest
 from equigrad.parallel.world import World
-from equigrad.rl.attempts import Ask
 from equigrad.rl.engine.embedded import EmbeddedEngine, Limits
 from equigrad.rl.engine.protocol import Completion, Request, never
+from equigrad.rl.sampler import Sampler
 from equigrad.rl.sync import Weights
 
-T = TypeVar("T")
 
-
-class Colocated:
-    """All ranks call it alike; requests come from the main rank."""
+class Colocated(Sampler):
+    """See the module."""
 
     def __init__(
         self,
@@ -45,9 +42,9 @@ class Colocated:
     ) -> None:
         """``parameters``: those that are trained, on this rank. A collective."""
         assert job.rl is not None
-        self._world, self._check = world, job.rl.require_updates
+        super().__init__(world)
+        self._check = job.rl.require_updates
         self._replicas, (self._replica, tensor) = world.size // job.rl.tp, _place(world, job.rl.tp)
-        self._served = False
         self._own: dict[str, Placed] = {}
         self._tensor = tensor
         self._weights = Weights(parameters)
@@ -63,7 +60,6 @@ class Colocated:
             self._engine = EmbeddedEngine(model, limits, tensors, tensor=tensor, decode=tokenizer.decode)
 
     def update(self, version: int) -> None:
-        """Sample with the present weights from now on. A collective."""
         if self._engine is not None and self._engine.version == version:
             return
         if self._engine is None:
@@ -101,44 +97,7 @@ class Colocated:
         together(check)
         self._digests = trained
 
-    def run(self, work: Callable[[Ask], T], stop: StopRequest) -> T:
-        """What ``work`` gives, on all ranks. It is done on the main rank, and all of them serve what it asks. Raises
-        ``Stopped`` on all ranks where one was asked to stop, and an error of the work everywhere too."""
-
-        def ask(requests: Sequence[Request]) -> Mapping[str, Completion]:
-            if self._world.size > 1:
-                gather(("asked", requests), self._world.patient)
-            return self._serve(requests, stop)
-
-        if self._world.size == 1:
-            return work(ask)
-        if not self._world.is_main:
-            return self._attend(stop)
-        self._served = True
-        try:
-            result = work(ask)
-        except Exception as error:
-            if self._served:  # else the others know
-                gather(("failed", (isinstance(error, UserError), str(error))), self._world.patient)
-            raise
-        gather(("done", result), self._world.patient)
-        return result
-
-    def _attend(self, stop: StopRequest) -> Any:
-        """The part of the other ranks."""
-        while True:
-            nothing: tuple[str, Any] = "", None
-            what, value = gather(nothing, self._world.patient)[0]
-            if what == "done":
-                return value
-            if what == "failed":
-                users, text = value
-                raise SharedUserError(text) if users else PeerError(f"rank 0: {text}")
-            self._serve(value, stop)
-
-    def _serve(self, requests: Sequence[Request], stop: StopRequest) -> dict[str, Completion]:
-        """The completions, on every rank. Errors are on all of them."""
-        self._served = False
+    def _served(self, requests: Sequence[Request], stop: StopRequest) -> dict[str, Completion]:
         alone = self._world.size == 1
 
         def own() -> list[Completion]:
@@ -150,11 +109,9 @@ class Colocated:
         found = together(own, self._world.patient)
         kept = found if self._tensor.rank == 0 else []
         told = gather((kept, stop.asked), self._world.patient)
-        completions = {completion.id: completion for part, _ in told for completion in part}
-        if any(asked for _, asked in told) or any(c.finish is None for c in completions.values()):
+        if any(asked for _, asked in told):
             raise Stopped
-        self._served = True
-        return completions
+        return {completion.id: completion for part, _ in told for completion in part}
 
 
 def _place(world: World, size: int) -> tuple[int | None, Axis]:

@@ -32,7 +32,9 @@ from equigrad.rl.batch import imitated, objective, samples
 from equigrad.rl.colocated import Colocated
 from equigrad.rl.figures import Warnings, by_problem, figures, has_spread, reasons
 from equigrad.rl.problems import ProblemStream
+from equigrad.rl.remote import Remote
 from equigrad.rl.rollouts import Rollout, mean
+from equigrad.rl.sampler import Sampler
 from equigrad.rl.samples import Samples, plain
 from equigrad.rl.shown import records
 from equigrad.rl.tasks.curriculum import State
@@ -87,7 +89,11 @@ class PolicyTrainer(Trainer):
         self._algorithm = algorithm(job.rl.policy)
         imitates = bool(job.rl.warmup.steps)
         super().__init__(job, folder, world, stream, objective(self._algorithm, float(imitates)))
-        self._sampler = Colocated(job, world, self.parts, self.parameters, stream.tokenizer)
+        self._sampler: Sampler
+        if job.rl.servers is not None:
+            self._sampler = Remote(job, world, self.parameters, job.rl.servers)
+        else:
+            self._sampler = Colocated(job, world, self.parts, self.parameters, stream.tokenizer)
         self._warnings = Warnings()
         self._solutions: list[Sample] = []
         self._reference: dict[str, Placed] = {}

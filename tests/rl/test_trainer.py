@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from equigrad.build import build_replica
 from equigrad.checkpoint.folder import latest
 from equigrad.config import Job
 from equigrad.data.stream import Batch
 from equigrad.data.tokenizers import byte_tokenizer
 from equigrad.errors import UserError
 from equigrad.parallel.stop import StopRequest
+from equigrad.rl.engine.embedded import EmbeddedEngine, Limits
+from equigrad.rl.engine.server import Server
+from equigrad.rl.engine.service import Service
 from equigrad.rl.problems import ProblemStream
 from equigrad.rl.trainer import PolicyTrainer
 from tests.exact_runs import EXACT
@@ -225,6 +229,35 @@ def with_stale_weights(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
         trainer.run(Records(), StopRequest())
     return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sampling_on_a_server_changes_no_bit(ranks: int, workers: Callable[[int], Workers], tmp_path: Path) -> None:
+    """Adapters are merged on their way, so this is of a model without."""
+    expected = run({}, tmp_path / "here", **EXACT)
+    job = tiny_job(**RL | EXACT)
+    model = build_replica(job, torch.device("cpu"))
+    engine = EmbeddedEngine(model, Limits(3, 20), dict(model.named_parameters()), decode=byte_tokenizer().decode)
+    with Service(engine) as service:
+        server = Server(service, job.model, byte_tokenizer(), 20, "tiny", "127.0.0.1", 0)
+        with server.running() as url:
+            there = EXACT | {"rl__servers": {"urls": [url], "weights": str(tmp_path / "weights")}}
+            if ranks == 1:
+                same(run({}, tmp_path / "there", **there), expected)
+            else:
+                for found in workers(2).run(run, {"dp_shard": 2}, tmp_path / "there", **there):
+                    same(found, expected)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["version-00000003", "version-00000004"]
+
+
+def test_a_server_that_goes_away_ends_the_run_with_one_message_and_its_state(tmp_path: Path) -> None:
+    servers = {"urls": ["http://127.0.0.1:9"], "weights": str(tmp_path / "weights")}
+    trainer, records = rl_trainer(tiny_job(**RL | {"rl__servers": servers}), tmp_path / "run"), Records()
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9 does not take the weights of version 2: no answer"):
+        trainer.run(records, StopRequest())
+    assert [r["step"] for r in records.steps] == [1, 2]
+    assert latest(tmp_path / "run" / "checkpoints") is not None
+    assert trainer.stream.cursor()["step"] == 2
 
 
 def test_a_job_of_reinforcement_learning_from_the_command_line(tmp_path: Path) -> None:

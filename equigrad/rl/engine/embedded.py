@@ -109,22 +109,33 @@ class EmbeddedEngine:
             )
         self._version = version
 
-    @torch.no_grad()
-    def generate(self, requests: Sequence[Request], stopping: Callable[[], bool] = never) -> Iterator[Completion]:
-        """See ``Engine``. Nothing happens before the first completion is asked for; then all requests are checked, and
-        after that computed. One call at a time: until it is at its end, or closed, others are refused, and so are
-        weights."""
-        if self._busy:
-            raise UserError("an engine serves one call at a time, and the one before is not at its end")
+    def check(self, requests: Sequence[Request]) -> None:
+        """``UserError`` for requests that it cannot serve, at the present version of the weights."""
         check(requests, self._version, self._limits.capacity, self._model.config.vocabulary)
         if self._decode is None and (texts := [r for r in requests if r.stop_texts]):
             raise UserError(f"request {texts[0].id}: it ends with text, but the engine was given no tokenizer")
+
+    @torch.no_grad()
+    def generate(
+        self,
+        requests: Sequence[Request],
+        stopping: Callable[[], bool] = never,
+        arriving: Callable[[], Sequence[Request]] = tuple,
+    ) -> Iterator[Completion]:
+        """See ``Engine``. Nothing happens before the first completion is asked for; then all requests are checked, and
+        after that computed. One call at a time: until it is at its end, or closed, others are refused, and so are
+        weights. ``arriving`` is asked between tokens: further requests, which were checked, join."""
+        if self._busy:
+            raise UserError("an engine serves one call at a time, and the one before is not at its end")
+        self.check(requests)
         self._busy = True
         try:
             cache = self._cache or cache_for(self._model, self._limits.slots + 1, self._limits.capacity, *self._axes)
             self._cache = None
-            batch = _Batch(self._model, self._limits, cache, self._axes[1], requests, self._decode)
+            batch = _Batch(self._model, self._limits, cache, self._axes[1], self._decode)
+            batch.join(requests)
             while batch.unfinished and not stopping():
+                batch.join(arriving())
                 yield from batch.admit()
                 yield from batch.step()
             yield from batch.partial()
@@ -181,7 +192,6 @@ class _Batch:
         limits: Limits,
         cache: DecodingCache,
         experts: Axis,
-        requests: Sequence[Request],
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
         """``cache``: with one slot more than ``limits`` says, and empty."""
@@ -189,12 +199,16 @@ class _Batch:
         self._slots, self._prefill_tokens = limits.slots, limits.prefill_tokens
         self._running: list[_Sequence] = []
         self._halfway, self._logits = list[Request](), torch.empty(0)  # the rest of that group, and its logits [1, V]
+        self._waiting = deque[list[Request]]()
+
+    def join(self, requests: Sequence[Request]) -> None:
+        """They wait behind the others."""
         groups: dict[str, list[Request]] = {}
         for request in requests:
             # A number is the group of a request that shares no prompt.
             shared = None if request.begun.ids else request.group
             groups.setdefault(f"alone {len(groups)}" if shared is None else f"group {shared}", []).append(request)
-        self._waiting = deque(groups.values())
+        self._waiting += groups.values()
 
     def _begin(self, request: Request) -> _Sequence:
         return _Sequence(request, self._decode)
