@@ -204,7 +204,8 @@ def compare(name: str, goal: float) -> dict[str, Any]:
             output_dir=str(folder / "trl"), per_device_train_batch_size=SAMPLES, num_generations=OPTIONS.group,
             max_completion_length=max(given, default=256), max_steps=OPTIONS.warm_up + OPTIONS.rounds, beta=0.0,
             loss_type="dr_grpo", learning_rate=LEARNING_RATE, lr_scheduler_type="constant", report_to="none",
-            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=10**6, top_k=0, disable_tqdm=True,
+            save_strategy="no", use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=10**6, top_k=0,
+            disable_tqdm=True,
         )  # fmt: skip
         trainer = GRPOTrainer(
             model, reward, settings, Dataset.from_dict({"prompt": prompts}), processing_class=words, callbacks=[Turns()]
