@@ -37,7 +37,8 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.constants or arguments.validate:
         return 0
     if not arguments.job or not arguments.cluster:
-        raise UserError("nothing to do: give JOB.toml --cluster CLUSTER.toml, or --validate, or --constants")
+        missing = "--cluster CLUSTER.toml is" if arguments.job else "JOB.toml and --cluster CLUSTER.toml are"
+        raise UserError(f"{missing} missing; or give --validate or --constants")
     return _plan(arguments, overrides)
 
 

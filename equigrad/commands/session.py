@@ -94,6 +94,11 @@ def _progress(trainer: Trainer, run: Run, peak: Peak) -> Progress:
     if job.lora is not None:
         size += f" ({parameter_count(job.model, job.lora, trained=True):,} of them trained)"
     title = f"{run.folder}: {size} on {trainer.world.device.type}{processes}"
+    if job.rl is not None and job.rl.warmup.steps:
+        last = min(job.rl.warmup.steps, job.train.steps)
+        title += f", steps 1 to {last} imitate" + (" and none earns a reward" if last == job.train.steps else "")
+    if not job.checkpoint.every:
+        title += ", saved at the end only"
     if step:
         title += f", resumed after step {step}"
     return open_progress(job.train.steps, step, title, peak.source)

@@ -53,6 +53,8 @@ def _job_and_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> tup
     env = process_env()
     if not arguments.dry_run and (env is None or env.rank == 0):
         run.check_free()
+        if arguments.resume:
+            print(f"there is no run in {run.folder} yet: a new one begins, {path or 'the embedded quickstart'}")
     return given, run, False
 
 

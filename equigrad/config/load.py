@@ -43,7 +43,7 @@ def read_toml(path: Path, what: str = "job") -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no {what} file at {path}") from None
     except IsADirectoryError:
-        hint = f"; the job of a run is {path / 'job.toml'}" if what == "job" else ""
+        hint = f"; the job of a run is {path / 'job.toml'}, and --run {path} --resume goes on with it" * (what == "job")
         raise UserError(f"{path} is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {what} file {path}: {error}") from None
@@ -86,6 +86,22 @@ def _where(key: str, message: str, file: str, origin: dict[str, str]) -> str:
     return f"{file}, with --{', --'.join(below)}" if below else file
 
 
+_SYNONYMS = {
+    "batch_size": "batch.samples",
+    "epochs": "train.steps",
+    "learning_rate": "optim.lr",
+    "lr": "optim.lr",
+    "max_length": "data.context",
+    "max_steps": "train.steps",
+    "micro_batch_size": "batch.row_tokens",
+    "output_dir": "name",
+    "save_steps": "checkpoint.every",
+    "seq_len": "data.context",
+    "sequence_length": "data.context",
+}
+"""What other systems call some keys."""
+
+
 def nearest(key: str) -> str:
     """A hint at the valid key or section closest to an unknown one."""
     key = re.sub(r"\.\d+(?=\.)", "[]", key)
@@ -99,6 +115,7 @@ def nearest(key: str) -> str:
     alike = 0.5 if len(leaf) < 4 else 0.6  # one wrong letter of two is half of what there is
     close = [beside[name] for name in difflib.get_close_matches(leaf, beside, 1, alike)]
     close = close or [k for k in keys if k.rpartition(".")[2] == leaf]
+    close = [_SYNONYMS[name] for name in difflib.get_close_matches(leaf, _SYNONYMS, 1, 0.85)] or close
     if not beside:  # no such section
         close = close or difflib.get_close_matches(key, [*keys, *sections], 1, 0.75)
     return f"; did you mean {close[0]!r}?" if close else "; `equigrad train --help` lists every key"
