@@ -77,9 +77,7 @@ def capability(quantity: Quantity, work: Workload, machine: str) -> Capability:
         techniques = [technique for technique in techniques if technique != "8-bit products"]
         return Capability(quantity, "any device", _division(work.layout), "any number of GPUs", ", ".join(techniques))
     device = hardware().machine(machine).device.partition("_")[0].upper()
-    return Capability(
-        quantity, device, _division(work.layout), _scale(work.layout.world_size), ", ".join(techniques)
-    )
+    return Capability(quantity, device, _division(work.layout), _scale(work.layout.world_size), ", ".join(techniques))
 
 
 def mixed(quantity: Quantity, work: Workload, machines: Sequence[str], gpus: int) -> Capability:

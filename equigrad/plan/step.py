@@ -219,9 +219,7 @@ class Clock:
     def _shown(self, seconds: float, computing: float) -> float:
         return max(0.0, seconds - computing) if self.work.overlap else seconds
 
-    def once(
-        self, dense: float, routed: float, layers: int, first: float, last: float
-    ) -> Iterator[tuple[str, float]]:
+    def once(self, dense: float, routed: float, layers: int, first: float, last: float) -> Iterator[tuple[str, float]]:
         """What a rank with so many weights, as ``_weights`` has them, does once a step: weights are gathered, gradients
         reduced, weights updated. ``first``, ``last``: seconds of the first forward and of the last backward pass, which
         may hide it."""

@@ -61,9 +61,9 @@ def _even_shares(rule: Rule, space: Space, tp: int) -> Iterator[Plan]:
 
 
 def per_type(rule: Rule, space: Space, most: int) -> Plan | None:
-    """Each kind of nodes has a pipeline of its own of at most so many alike stages, the one that is fastest with its part
-    of the samples by GPUs; then samples go by speed. Kinds on which nothing fits are idle. With one stage: data
-    parallelism across types."""
+    """Each kind of nodes has a pipeline of its own of at most so many alike stages, the one that is fastest with
+    its part of the samples by GPUs; then samples go by speed. Kinds on which nothing fits are idle. With one stage:
+    data parallelism across types."""
     template = tuple(best for name in space.kinds if (best := _alone(rule, space, name, most)) is not None)
     return rule.plan(ordered(template))
 

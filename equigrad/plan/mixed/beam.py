@@ -12,10 +12,10 @@ from equigrad.plan.mixed.rule import Plan, Rule
 from equigrad.plan.mixed.scorer import Scorer, scorer
 from equigrad.plan.mixed.template import Template, ordered
 
-WIDTH = 6
-"""Beginnings that are kept of each length."""
-PRICED = 16
-"""Of each length, those that are made plans of."""
+WIDTH, PRICED = 6, 16
+"""Beginnings that are kept of each length, and templates that are made plans of; more on small clusters."""
+MANY = 64
+"""GPUs of a cluster that is not small: on a half of them, twice as many are kept and made plans of."""
 CHANGED = 3
 """Plans that are tried with another run in the place of one."""
 
@@ -40,6 +40,7 @@ class _Search:
         self.rule, self.top, self.guide = rule, top, guide
         self.space, self.features = rule.costs.space, Features(rule.costs)
         self.plans: dict[Template, Plan] = {}
+        self.more = max(1, MANY // rule.costs.gpus)
         self.seen: set[Template] = set()
 
     def run(self) -> Found:
@@ -49,7 +50,9 @@ class _Search:
             self.keep(plan)
         level: list[Template] = [()]
         for _ in range(self.space.runs):
-            level = self.consider(larger for template in level for larger in self.space.grown(template))[:WIDTH]
+            level = self.consider(larger for template in level for larger in self.space.grown(template))[
+                : WIDTH * self.more
+            ]
         changed: set[Template] = set()
         while len(changed) < CHANGED and (new := [p.template for p in self.best() if p.template not in changed]):
             self.consider(self.space.changed(new[0]))
@@ -63,7 +66,7 @@ class _Search:
             return []
         self.seen.update(new)
         own, grown = self.guide.sorted(self.features, new)
-        for template in {ordered(one): None for one in own[:PRICED]}:
+        for template in {ordered(one): None for one in own[: PRICED * self.more]}:
             best = self.best()
             plan = self.rule.plan(template, below=best[-1].seconds if len(best) == self.top else inf)
             if plan is not None:

@@ -88,8 +88,8 @@ class StageCost:
 
     @cached_property
     def state(self) -> tuple[float, float, float, float]:
-        """Bytes that a rank keeps of weights, gradients and moments: for each weight that all expert ranks have, and for
-        each of experts; for what is before the first layer and behind the last."""
+        """Bytes that a rank keeps of weights, gradients and moments: for each weight that all expert ranks have, and
+        for each of experts; for what is before the first layer and behind the last."""
         kind, layout, shape = self.work.state, self.work.layout, self.work.shape
         whole = kind.gradient + kind.gathered * (self.work.shards > 1)
         dense = (self.kept(kind.kept + kind.moments, 0) + whole) / layout.tp
@@ -158,8 +158,8 @@ class Costs:
         return [tp for tp in TENSOR if per_node % tp == 0 and not any(misfits(Layout(tp=tp), self.job.model))]
 
     def stage(self, stage: Stage, several: bool, choice: Choice, early: bool = False) -> StageCost:
-        """What a stage costs, whatever its layers, as the only one of its pipeline or as one of several. ``early``: sharded
-        weights are freed and gradients reduced as soon as can be, where it is the only one."""
+        """What a stage costs, whatever its layers, as the only one of its pipeline or as one of several. ``early``:
+        sharded weights are freed and gradients reduced as soon as can be, where it is the only one."""
         key = stage, several, choice, early
         if key not in self._stages:
             where = self.kinds[stage.nodes]

@@ -154,8 +154,8 @@ class Features:
 
 
 def _largest(runs: Sequence[Run], speed: float, layers: int, head: float) -> float:
-    """Seconds of the slowest stage where layers are whole, of those where they are not: each stage gets what it would have
-    if they were not, rounded down, and those that it costs least one more, until all are somewhere."""
+    """Seconds of the slowest stage where layers are whole, of those where they are not: each stage gets what it would
+    have if they were not, rounded down, and those that it costs least one more, until all are somewhere."""
     left, more, largest = layers, [], 0.0
     for run in runs:
         each = (layers + head) * run.facts.speed / speed

@@ -5,8 +5,8 @@ Layers   go to stages in proportion to what these compute in a second: such that
 Samples  go to pipelines such that all end together, as far as whole micro-batches allow.
 
 A pipeline runs 1F1B. A lane of stage s computes every lanes(s)-th micro-batch and holds as many as the lanes from s on
-can be at work on, sum of lanes(u >= s) / lanes(s): with equal lanes that is 1F1B's p - s. With uneven ones passes do not
-fall into step, and it holds ``SPARE`` more. A step takes one micro-batch's way through all stages, and what the slowest
+can be at work on, sum of lanes(u >= s) / lanes(s): with equal lanes that is 1F1B's p - s. With uneven ones passes do
+not fall into step, and it holds ``SPARE`` more. A step takes one micro-batch's way through all stages, and what the slowest
 lane has left of its micro-batches. On one kind of nodes with equal lanes this is ``plan.step``; with uneven lanes it is
 an estimate (the tests play such pipelines).
 """
@@ -189,8 +189,7 @@ class Rule:
         if any(share == 0 for share in samples):
             return None
         placed = tuple(
-            min(ways, key=lambda way: way.seconds(share, count))
-            for ways, share in zip(options, samples, strict=True)
+            min(ways, key=lambda way: way.seconds(share, count)) for ways, share in zip(options, samples, strict=True)
         )
         seconds = max(way.seconds(share, count) for way, share in zip(placed, samples, strict=True))
         return Plan(template, placed, tuple(samples), seconds)
@@ -219,8 +218,8 @@ class Rule:
         return self._options[pipeline]
 
     def placed(self, pipeline: Pipeline, given: tuple[int, ...] | None = None) -> Iterator[Placed]:
-        """By choice, those that fit; none that computes more again where less has room enough. ``given``: bounds that are
-        not by rule."""
+        """By choice, those that fit; none that computes more again where less has room enough. ``given``: bounds that
+        are not by rule."""
         roomy = set[int]()
         for choice in self.costs.choices:
             if choice.micro_batch not in roomy:
@@ -278,9 +277,7 @@ class Rule:
         return found
 
 
-def cut(
-    costs: Sequence[StageCost], lanes: Sequence[int], held: Sequence[int]
-) -> tuple[tuple[int, ...], bool] | None:
+def cut(costs: Sequence[StageCost], lanes: Sequence[int], held: Sequence[int]) -> tuple[tuple[int, ...], bool] | None:
     """Bounds of stages, such that the largest of seconds / lanes is as small as memory allows; and whether memory
     decided anything. None where layers do not fit.
 

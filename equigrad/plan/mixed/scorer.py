@@ -31,8 +31,8 @@ class Scorer(Section):
     grown: Weights
 
     def sorted(self, features: Features, templates: Sequence[Template]) -> tuple[list[Template], list[Template]]:
-        """By their own plans and by what grows from them, the most promising first; of equals the smallest, so that it is
-        the same in every run."""
+        """By their own plans and by what grows from them, the most promising first; of equals the smallest, so that it
+        is the same in every run."""
         rows = np.array([features.of(template) for template in templates])
 
         def best(weights: Weights) -> list[Template]:

@@ -53,8 +53,8 @@ CLUSTERS: tuple[dict[str, tuple[int, int]], ...] = (
 
 
 class Solved(NamedTuple):
-    """One model on one cluster, all plans made: features of every beginning; by how much longer than the best of all, as a
-    logarithm, its own plan takes, and the best that grows from it."""
+    """One model on one cluster, all plans made: features of every beginning; by how much longer than the best of all, as
+    a logarithm, its own plan takes, and the best that grows from it."""
 
     name: str
     rule: Rule
@@ -160,8 +160,8 @@ def main() -> None:
     source = (
         f"python -m equigrad.plan.mixed.train: ridge regression over {count:,} beginnings of templates of"
         f" {len(examples)} small clusters solved by brute force ({'; '.join(one.name for one in examples)}). Of each, a"
-        f" search with weights that were fitted without it finds a plan that takes {np.mean(unseen):.2%} longer than the"
-        f" best in the mean, {max(unseen):.2%} at worst"
+        f" search with weights that were fitted without it finds a plan that takes {np.mean(unseen):.2%} longer than"
+        f" the best in the mean, {max(unseen):.2%} at worst"
     )
     write_json(FILE, fit(examples, source).model_dump(mode="json"))
 

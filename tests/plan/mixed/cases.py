@@ -1,5 +1,6 @@
 """Small jobs and clusters of several kinds of nodes."""
 
+from dataclasses import replace
 from typing import Any
 
 from equigrad.config import Job
@@ -31,6 +32,5 @@ def on(job: Job, share: float = 0.9, **kinds: tuple[int, int]) -> Costs:
 
 
 def _with_memory(where: Any, share: float) -> Any:
-    from dataclasses import replace
 
     return replace(where, memory=where.memory / 0.9 * share)
