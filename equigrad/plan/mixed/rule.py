@@ -6,9 +6,9 @@ Samples  go to pipelines such that all end together, as far as whole micro-batch
 
 A pipeline runs 1F1B. A lane of stage s computes every lanes(s)-th micro-batch and holds as many as the lanes from s on
 can be at work on, sum of lanes(u >= s) / lanes(s): with equal lanes that is 1F1B's p - s. With uneven ones passes do
-not fall into step, and it holds ``SPARE`` more. A step takes one micro-batch's way through all stages, and what the slowest
-lane has left of its micro-batches. On one kind of nodes with equal lanes this is ``plan.step``; with uneven lanes it is
-an estimate (the tests play such pipelines).
+not fall into step, and it holds ``SPARE`` more. A step takes one micro-batch's way through all stages, and what the
+slowest lane has left of its micro-batches. On one kind of nodes with equal lanes this is ``plan.step``; with uneven
+lanes it is an estimate (the tests play such pipelines).
 """
 
 from bisect import bisect_right

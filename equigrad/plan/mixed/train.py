@@ -53,8 +53,8 @@ CLUSTERS: tuple[dict[str, tuple[int, int]], ...] = (
 
 
 class Solved(NamedTuple):
-    """One model on one cluster, all plans made: features of every beginning; by how much longer than the best of all, as
-    a logarithm, its own plan takes, and the best that grows from it."""
+    """One model on one cluster, all plans made: features of every beginning; by how much longer than the best of all,
+    as a logarithm, its own plan takes, and the best that grows from it."""
 
     name: str
     rule: Rule

@@ -1,4 +1,4 @@
-"""The search on several kinds of nodes: close to brute force, never below what one would do without it; and the command."""
+"""The search on several kinds of nodes: close to brute force, never below baselines; and the command."""
 
 import json
 from pathlib import Path
