@@ -281,6 +281,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         add("--cluster", metavar="FILE", help="TOML file of the nodes, such as configs/clusters/h100x8.toml")
         add("--top", type=int, default=5, metavar="N", help="how many layouts are shown, of different degrees (5)")
         add("--unvalidated", action="store_true", help="answer also where no published run tests the cost model")
+        add("--without", nargs="+", default=[], metavar="KIND=COUNT", help="plan for the cluster without so many nodes")
         add("--memory-share", type=float, metavar="S", help="of a device's memory, what may be planned with (0.9)")
         add("--write", metavar="FILE", help="write the job with the best layout there, for `equigrad train FILE`")
         add("--svg", metavar="FILE", help="draw a step with the best layout there: rows, and the pipeline's time")

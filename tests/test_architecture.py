@@ -53,6 +53,7 @@ TORCH_FREE = [
     *(f"plan.{file.stem}" for file in FILES if file.parent.name == "plan" and file.stem != "__init__"),
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"rl.tasks.{file.stem}" for file in FILES if file.parent.name == "tasks" and file.stem != "__init__"),
+    *(f"plan.mixed.{file.stem}" for file in FILES if file.parent.name == "mixed" and file.stem != "__init__"),
     *(f"plan.cluster.{file.stem}" for file in FILES if file.parent.name == "cluster" and file.stem != "__init__"),
     "rl.engine.protocol",
     *(f"data.{file.stem}" for file in FILES if file.parent.name == "data" and file.stem != "__init__"),

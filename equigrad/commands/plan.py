@@ -8,17 +8,22 @@ from shlex import join
 from typing import Any
 
 from equigrad.config import Job, dump_toml, load_job
-from equigrad.config.cluster import load_cluster
+from equigrad.config.cluster import Cluster, load_cluster
 from equigrad.data.samples import SampleRef
 from equigrad.errors import UserError
 from equigrad.files import check_target, write_json, write_text
+from equigrad.plan.gates import mixed, permit
+from equigrad.plan.mixed import text
+from equigrad.plan.mixed.beam import search as search_mixed
+from equigrad.plan.mixed.cost import Costs
+from equigrad.plan.mixed.rule import Rule
 from equigrad.plan.search import Found, Plan, search
 from equigrad.plan.space import overrides as changes
 from equigrad.plan.space import words
 from equigrad.plan.step import stage_seconds
-from equigrad.plan.target import MEMORY_SHARE, Target, target
+from equigrad.plan.target import MEMORY_SHARE, Target, target, target_of
 from equigrad.plan.text import constant_lines, error_lines, left_out_lines, misfit_lines, plan_lines, state_lines
-from equigrad.plan.validation import Line, by_table
+from equigrad.plan.validation import QUANTITIES, Line, by_table
 from equigrad.resolve import resolve_weights
 from equigrad.schedule.division import divide
 from equigrad.schedule.pipeline import Action, Simulation, StageAction, pipeline, simulate
@@ -49,11 +54,12 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         if file:
             check_target(Path(file))
     share = MEMORY_SHARE if arguments.memory_share is None else arguments.memory_share
-    where = target(load_cluster(Path(arguments.cluster)), share)
+    cluster = load_cluster(Path(arguments.cluster)).without(lost(arguments.without))
+    if len(cluster.nodes) > 1:
+        return _plan_mixed(arguments, overrides, cluster, share)
+    where = target(cluster, share)
     given = load_job(Path(arguments.job), overrides)
-    job = resolve_weights(given)
-    if job.model.vocab_size is None:
-        raise UserError("the size of the vocabulary is not known yet; set model.vocab_size")
+    job = _known(given)
     found = search(job, where, arguments.top, arguments.unvalidated)
     if not found.degrees:
         raise UserError("\n".join(["nothing may be answered for this job and cluster:", *left_out_lines(found)]))
@@ -70,6 +76,43 @@ def _plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.json:
         write_json(Path(arguments.json), plan_record(found, where, given))
     return 0
+
+
+def _plan_mixed(arguments: argparse.Namespace, overrides: Sequence[str], cluster: Cluster, share: float) -> int:
+    """Plans for several kinds of nodes: printed, and not trained with."""
+    if arguments.write or arguments.svg:
+        raise UserError("--write and --svg are for nodes of one kind: training has no layout for several kinds yet")
+    job = _known(load_job(Path(arguments.job), overrides))
+    costs = Costs(job, {nodes.name: target_of(nodes, share) for nodes in cluster.nodes})
+    machines = [where.machine for where in costs.kinds.values()]
+    for quantity in QUANTITIES:
+        permit(mixed(quantity, costs.base, machines, costs.gpus), arguments.unvalidated)
+    found = search_mixed(Rule(costs), arguments.top)
+    if not found.plans:
+        raise UserError("\n".join(text.misfit_lines(costs)))
+    print(*text.plan_lines(found, costs), sep="\n")
+    print("\ntraining has no layout for several kinds of nodes yet: this is what it would be worth")
+    if arguments.json:
+        write_json(Path(arguments.json), text.record(found, costs))
+    return 0
+
+
+def lost(words: Sequence[str]) -> dict[str, int]:
+    """Nodes by kind, of words like ``h100=1``. ``UserError`` for others."""
+    found = {}
+    for word in words:
+        name, _, count = word.partition("=")
+        if not name or not count.isdecimal():
+            raise UserError(f"--without takes KIND=COUNT, such as h100=1, not {word!r}")
+        found[name] = int(count)
+    return found
+
+
+def _known(given: Job) -> Job:
+    job = resolve_weights(given)
+    if job.model.vocab_size is None:
+        raise UserError("the size of the vocabulary is not known yet; set model.vocab_size")
+    return job
 
 
 def _label(plan: Plan) -> str:

@@ -1,5 +1,6 @@
 """The machines that jobs run on: servers with devices, and the network that joins them. A TOML file of its own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,6 +56,24 @@ class Cluster(Section):
         if again := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two kinds of nodes are called {again[0]!r}")
         return self
+
+    def without(self, lost: Mapping[str, int]) -> "Cluster":
+        """With so many servers fewer of each kind that is named. ``UserError`` for kinds that are not there, and where
+        too few are."""
+        counts = {nodes.name: nodes.count for nodes in self.nodes}
+        for name, count in lost.items():
+            if name not in counts:
+                raise UserError(f"no kind of nodes is called {name!r}; there are {', '.join(counts)}")
+            if not 0 <= count <= counts[name]:
+                raise UserError(f"{count} nodes of {name!r} cannot be lost; there are {counts[name]}")
+        left = [
+            nodes.model_copy(update={"count": nodes.count - lost.get(nodes.name, 0)})
+            for nodes in self.nodes
+            if nodes.count > lost.get(nodes.name, 0)
+        ]
+        if not left:
+            raise UserError("no node is left")
+        return self.model_copy(update={"nodes": left})
 
     @property
     def servers(self) -> list[Server]:

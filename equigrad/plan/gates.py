@@ -12,6 +12,7 @@ A run that rests on an assumption, of its workload or of a constant of its machi
 The bounds were written before the first fit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -76,8 +77,19 @@ def capability(quantity: Quantity, work: Workload, machine: str) -> Capability:
         techniques = [technique for technique in techniques if technique != "8-bit products"]
         return Capability(quantity, "any device", _division(work.layout), "any number of GPUs", ", ".join(techniques))
     device = hardware().machine(machine).device.partition("_")[0].upper()
-    scale = next((f"up to {most} GPUs" for most in SCALES if work.layout.world_size <= most), "more GPUs")
-    return Capability(quantity, device, _division(work.layout), scale, ", ".join(techniques))
+    return Capability(quantity, device, _division(work.layout), _scale(work.layout.world_size), ", ".join(techniques))
+
+
+def mixed(quantity: Quantity, work: Workload, machines: Sequence[str], gpus: int) -> Capability:
+    """The same for plans that use several kinds of nodes together."""
+    which = [capability(quantity, work, machine) for machine in machines]
+    devices = " + ".join(dict.fromkeys(one.device for one in which))
+    scale = which[0].scale if quantity == "memory" else _scale(gpus)
+    return which[0]._replace(device=devices, division="mixed nodes", scale=scale)
+
+
+def _scale(gpus: int) -> str:
+    return next((f"up to {most} GPUs" for most in SCALES if gpus <= most), "more GPUs")
 
 
 def _division(layout: Layout) -> str:

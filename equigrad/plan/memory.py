@@ -61,8 +61,11 @@ def exceeds(work: Workload, most: float) -> bool:
     return any(found.total - found.buffers > most for found in ranks)
 
 
-def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, float]] | None = None) -> Memory:
-    """Of any rank at this place in the pipeline. ``left``: of ``what_is_left``, where it is known."""
+def rank_memory(
+    work: Workload, rank: int, left: Mapping[Layer, tuple[float, float]] | None = None, held: int | None = None
+) -> Memory:
+    """Of any rank at this place in the pipeline. ``left``: of ``what_is_left``, where it is known. ``held``: pairs of
+    stage and micro-batch that wait for a backward pass, where it is not what the pipeline's schedule says."""
     left = left or what_is_left(work)
     layout, state = work.layout, work.state
     stages = range(rank, work.stages, layout.pp)
@@ -78,7 +81,8 @@ def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, flo
     gathered: float = whole
     if layout.reshard_after_forward and layout.pp == 1:
         gathered = whole - blocks + min(blocks, 2 * largest)
-    held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[rank]
+    if held is None:
+        held = in_flight(layout.pp_schedule, layout.pp, layout.pp_stages, work.micro_batches)[rank]
     # Of a rank's stages, the one whose layers leave most.
     activations = held * max(sum(left[layer][0] for layer in work.stage(stage)) for stage in stages)
     layer = max((left[one][1] for one in set(layers)), default=0.0)
@@ -89,7 +93,7 @@ def rank_memory(work: Workload, rank: int, left: Mapping[Layer, tuple[float, flo
         optimizer=0.0 if work.offload else state.moments * own,
         activations=activations,
         layer=layer,
-        loss=_loss(work) if work.stages - 1 in stages else 0.0,
+        loss=loss_bytes(work) if work.stages - 1 in stages else 0.0,
         buffers=state.wire * largest if sharded and layout.reduce_every_round else 0.0,
     )
 
@@ -151,7 +155,7 @@ def _gradients(work: Workload, layer: Layer) -> float:
     return max(most, scores) if any(op.name == "attention scores" for op in ops) else most
 
 
-def _loss(work: Workload) -> float:
+def loss_bytes(work: Workload) -> float:
     """At the peak of the loss: what the last norm and the head keep, logits, and, unless fused, their float32 copy,
     probabilities and gradient, and the gradient's cast."""
     tokens, columns = work.row_tokens, -(-work.shape.vocab // work.layout.tp)

@@ -63,7 +63,7 @@ class Step:
 def step(work: Workload, machine: str, fitted: Calibration | None = None, known: Hardware | None = None) -> Step:
     """The time of a step on a kind of machine. ``UserError`` for machines and devices that are not there."""
     known, fitted = known or hardware(), fitted or calibration()
-    return _Clock(work, machine, fitted, known).step()
+    return Clock(work, machine, fitted, known).step()
 
 
 def stage_seconds(
@@ -71,16 +71,16 @@ def stage_seconds(
 ) -> list[tuple[float, float]]:
     """Of each pipeline stage, forward and backward for one micro-batch: its layers, the head, and what ranks exchange
     inside layers. Messages of the pipeline and sharded weights are not in it."""
-    clock = _Clock(work, machine, fitted or calibration(), known or hardware())
+    clock = Clock(work, machine, fitted or calibration(), known or hardware())
     both = [clock.stage(stage) for stage in range(work.stages)]
     return [(sum(forward.values()), sum(backward.values())) for forward, backward in both]
 
 
-class _Clock:
+class Clock:
     """One workload on one machine, taken apart."""
 
     def __init__(self, work: Workload, name: str, fitted: Calibration, known: Hardware) -> None:
-        self.work, self.layout = work, work.layout
+        self.work, self.layout, self.fitted = work, work.layout, fitted
         machine = known.machine(name)
         self.device = known.device(machine.device)
         self.speed = Speed.of(known, machine.device, fitted, work)
@@ -93,7 +93,7 @@ class _Clock:
 
     def step(self) -> Step:
         work, layout = self.work, self.layout
-        ranks = [self._rank(rank) for rank in range(layout.pp)]
+        ranks = [self.rank(rank) for rank in range(layout.pp)]
         seconds = [sum(sum(parts.values()) for parts in rank) for rank in ranks]
         slowest = seconds.index(max(seconds))
         parts = dict.fromkeys(LIMITS, 0.0)
@@ -107,12 +107,12 @@ class _Clock:
         # have the passes of the others to hide behind, which a first group of micro-batches goes through.
         passes = 1 + (min(layout.pp, work.micro_batches) - 1) * (1 - 1 / layout.pp_stages)
         first, last = (passes * sum(one.values()) + parts["bubble"] / 2 for one in ranks[slowest])
-        for name, value in self._once(slowest, first, last):
+        for name, value in self.once(*self._weights(slowest), first, last):
             parts[name] += value
         flops = work.shape.model_flops(work.sequence)
         return Step(parts, work.tokens, layout.world_size, flops, self.device.peak.value * TERA)
 
-    def _rank(self, rank: int) -> tuple[Parts, Parts]:
+    def rank(self, rank: int) -> tuple[Parts, Parts]:
         """Seconds of one micro-batch through all stages of a pipeline rank, forward and backward."""
         forward, backward = Parts(), Parts()
         for stage in range(rank, self.work.stages, self.layout.pp):
@@ -131,14 +131,14 @@ class _Clock:
         forward, backward = Parts(), Parts()
         layers = self.work.stage(number)
         for layer in dict.fromkeys(layers):
-            for total, one in zip((forward, backward), self._layer(layer), strict=True):
+            for total, one in zip((forward, backward), self.layer(layer), strict=True):
                 _add(total, one, layers.count(layer))
         if number == self.work.stages - 1:
-            for total, one in zip((forward, backward), self._head(), strict=True):
+            for total, one in zip((forward, backward), self.head(), strict=True):
                 _add(total, one)
         return forward, backward
 
-    def _layer(self, layer: Layer) -> tuple[Parts, Parts]:
+    def layer(self, layer: Layer) -> tuple[Parts, Parts]:
         """Seconds of one micro-batch in one layer, forward and backward."""
         if layer in self._layers:
             return self._layers[layer]
@@ -157,7 +157,8 @@ class _Clock:
         self._layers[layer] = forward, backward
         return forward, backward
 
-    def _head(self) -> tuple[Parts, Parts]:
+    def head(self) -> tuple[Parts, Parts]:
+        """Seconds of one micro-batch in the last norm, the head and the loss, forward and backward."""
         computed = by_part(head_ops(self.work), self.speed)
         return {n: pair[0] for n, pair in computed.items()}, {n: pair[1] for n, pair in computed.items()}
 
@@ -186,15 +187,16 @@ class _Clock:
             parts["expert"] = 2 * network.all_to_all(stream * shape.experts.num_experts_per_tok, self.groups.expert)
         return parts
 
-    def _weights(self, rank: int) -> tuple[float, float]:
-        """Of a pipeline rank, gathered: weights that all expert ranks have, and its experts'."""
-        stages = [self.work.stage_parameters(stage) for stage in range(rank, self.work.stages, self.layout.pp)]
-        return float(sum(dense for dense, _ in stages)), float(sum(routed for _, routed in stages))
+    def _weights(self, rank: int) -> tuple[float, float, int]:
+        """Of a pipeline rank, gathered: weights that all expert ranks have, and its experts'; and its layers."""
+        stages = range(rank, self.work.stages, self.layout.pp)
+        weights = [self.work.stage_parameters(stage) for stage in stages]
+        layers = sum(len(self.work.stage(stage)) for stage in stages)
+        return float(sum(dense for dense, _ in weights)), float(sum(routed for _, routed in weights)), layers
 
-    def _phases(self, rank: int, width: float) -> float:
+    def _phases(self, dense: float, routed: float, layers: int, width: float) -> float:
         """Gathering, or reducing, all sharded weights of a rank, layer by layer; ``width``: bytes of one."""
-        dense, routed = self._weights(rank)
-        calls = max(1, sum(len(self.work.stage(stage)) for stage in range(rank, self.work.stages, self.layout.pp)))
+        calls = max(1, layers)
         seconds = calls * self.network.phase(width * dense / calls, self.groups.shard)
         if routed and self.work.shards > self.layout.ep:
             among = self.groups.shard._replace(ranks=self.work.shards // self.layout.ep)
@@ -208,24 +210,25 @@ class _Clock:
         layout, state = self.layout, self.work.state
         if self.work.shards == 1 or layout.pp > 1:
             return {}
-        seconds = self._phases(rank, state.gathered) if layout.reshard_after_forward else 0.0
+        weights = self._weights(rank)
+        seconds = self._phases(*weights, state.gathered) if layout.reshard_after_forward else 0.0
         if reduces:
-            seconds += self._phases(rank, state.wire)
+            seconds += self._phases(*weights, state.wire)
         return {"sharding": self._shown(seconds, computing)}
 
     def _shown(self, seconds: float, computing: float) -> float:
         return max(0.0, seconds - computing) if self.work.overlap else seconds
 
-    def _once(self, rank: int, first: float, last: float) -> Iterator[tuple[str, float]]:
-        """What happens once a step: weights are gathered, gradients reduced, weights updated. ``first``, ``last``:
-        seconds of the first forward and of the last backward pass, which may hide it."""
+    def once(self, dense: float, routed: float, layers: int, first: float, last: float) -> Iterator[tuple[str, float]]:
+        """What a rank with so many weights, as ``_weights`` has them, does once a step: weights are gathered, gradients
+        reduced, weights updated. ``first``, ``last``: seconds of the first forward and of the last backward pass, which
+        may hide it."""
         layout, state, work = self.layout, self.work.state, self.work
-        dense, routed = self._weights(rank)
         kept = dense / work.shards + routed / max(1, work.shards // layout.ep)
         if work.shards > 1:
-            late = 0.0 if layout.reduce_every_round and layout.pp == 1 else self._phases(rank, state.wire)
-            once = layout.pp > 1 or not layout.reshard_after_forward
-            early = self._phases(rank, state.gathered) if once else 0.0
+            gather, reduce = (self._phases(dense, routed, layers, width) for width in (state.gathered, state.wire))
+            late = 0.0 if layout.reduce_every_round and layout.pp == 1 else reduce
+            early = gather if layout.pp > 1 or not layout.reshard_after_forward else 0.0
             yield "sharding", self._shown(early, first) + self._shown(late, last)
         if layout.dp_replicate > 1:
             yield "replicas", self._shown(self.network.all_reduce(state.wire * kept, self.groups.replicate),

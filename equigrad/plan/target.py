@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import isclose
 
-from equigrad.config.cluster import Cluster
+from equigrad.config.cluster import Cluster, Nodes
 from equigrad.errors import UserError
 from equigrad.plan.hardware import GB, GIB, Hardware, hardware
 
@@ -30,13 +30,18 @@ class Target:
 
 
 def target(cluster: Cluster, share: float = MEMORY_SHARE) -> Target:
-    """``UserError`` for clusters of several kinds of nodes, and for nodes without a device that is known."""
-    if not 0 < share <= 1:
-        raise UserError(f"--memory-share must be more than 0 and at most 1, not {share:g}")
+    """``UserError`` for clusters of several kinds of nodes, and as ``target_of``."""
     if len(cluster.nodes) > 1:
         names = ", ".join(nodes.name for nodes in cluster.nodes)
         raise UserError(f"the cluster has several kinds of nodes ({names}); plans are made for one kind at a time")
-    nodes, known = cluster.nodes[0], hardware()
+    return target_of(cluster.nodes[0], share)
+
+
+def target_of(nodes: Nodes, share: float = MEMORY_SHARE) -> Target:
+    """One kind of nodes. ``UserError`` for nodes without a device that is known, and for impossible shares."""
+    if not 0 < share <= 1:
+        raise UserError(f"--memory-share must be more than 0 and at most 1, not {share:g}")
+    known = hardware()
     machines = ", ".join(known.machines)
     if nodes.device is None:
         raise UserError(f"nodes {nodes.name!r} name no device; set nodes.device to one of {machines}")

@@ -9,19 +9,19 @@ from equigrad.plan.hardware import GIB, constants, hardware
 from equigrad.plan.search import Found, Plan
 from equigrad.plan.target import Target
 from equigrad.plan.validation import Errors, Line
-from equigrad.plan.workload import Workload
+from equigrad.plan.workload import Recompute, Workload
 
 
 def plan_lines(found: Found, where: Target) -> Iterator[str]:
     """The best few in a table, what each of them is made of, and what was left out."""
     rows = [["", "state", "layout", "pipeline", "row", "recompute", "seconds", "MFU", "tokens/day", "GiB", "limit"]]
     rows += [[str(n), *_cells(plan)] for n, plan in enumerate(found.plans, 1)]
-    yield from _columns(rows)
+    yield from columns(rows)
     for number, plan in enumerate(found.plans, 1):
         time, needs = plan.time.value, plan.memory.value
         yield ""
-        yield f"{number}  seconds  {_parts(time.parts, 1, 0.0005)}"
-        yield f"   GiB      {_parts(vars(needs), GIB, 0.05)}"
+        yield f"{number}  seconds  {parts_shown(time.parts, 1, 0.0005)}"
+        yield f"   GiB      {parts_shown(vars(needs), GIB, 0.05)}"
         yield f"   time     {plan.time.label}"
         yield f"   memory   {plan.memory.label}"
         if where.changed:
@@ -84,12 +84,18 @@ def _pipeline(work: Workload) -> str:
 
 
 def _recompute(work: Workload) -> str:
-    if work.recompute == "none":
+    return recompute_shown(work.recompute, work.recompute_every)
+
+
+def recompute_shown(recompute: Recompute, every: int) -> str:
+    """What is computed again."""
+    if recompute == "none":
         return "nothing"
-    return "every block" if work.recompute_every == 1 else f"1 block of {work.recompute_every}"
+    return "every block" if every == 1 else f"1 block of {every}"
 
 
-def _parts(parts: Mapping[str, float], unit: float, least: float) -> str:
+def parts_shown(parts: Mapping[str, float], unit: float, least: float) -> str:
+    """Those of at least so much, the largest first."""
     shown = sorted(((value / unit, name) for name, value in parts.items() if value / unit >= least), reverse=True)
     return ", ".join(f"{name} {value:.3g}" for value, name in shown)
 
@@ -98,7 +104,7 @@ def error_lines(lines: Iterable[Line]) -> Iterator[str]:
     """A table of errors by published table."""
     rows = [["table", "quantity", "part", "runs", "mean", "worst", "bias", "worst run"]]
     rows += [[line.table, line.quantity, line.part, *_numbers(line.errors)] for line in lines]
-    yield from _columns(rows)
+    yield from columns(rows)
 
 
 def state_lines() -> Iterator[str]:
@@ -107,7 +113,7 @@ def state_lines() -> Iterator[str]:
     found = [(state(which), str(which), errors) for which, errors in evidence().items()]
     found += [(state(which), f"{which}, on assumptions", errors) for which, errors in doubts().items()]
     rows += [[kind, name, *_numbers(errors)] for kind, name, errors in sorted(found)]
-    yield from _columns(rows)
+    yield from columns(rows)
     yield from (f"withdrawn    {name}: {reason}" for name, reason in UNTESTED.items())
     yield f"bounds: mean {MEAN:.0%}, worst {WORST:.0%}, of held-out runs; what is not listed is unvalidated"
 
@@ -132,7 +138,8 @@ def _numbers(errors: Errors) -> list[str]:
     return [str(errors.runs), f"{errors.mean:.1%}", f"{errors.worst:.1%}", f"{errors.bias:+.1%}", errors.name]
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table, its columns as wide as their widest cells."""
     widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

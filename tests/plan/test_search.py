@@ -216,7 +216,7 @@ EIGHT = 'devices = 8\ndevice = "dgx_h100"'
         ('device = "dgx_h100"', [], "devices: Field required"),
         ('devices = 0\ndevice = "dgx_h100"', [], "devices: Input should be greater than or equal to 1"),
         (EIGHT + '\n[[nodes]]\nname = "m"\ncount = 1\ndevices = 8\ninterface_mb_s = 1.0\ninside_mb_s = 1.0', [],
-         "several kinds of nodes (n, m)"),
+         "nodes 'm' name no device"),
         (EIGHT, ["--top", "0"], "--top must be at least 1"),
         (EIGHT, ["--memory-share", "1.5"], "--memory-share must be more than 0 and at most 1, not 1.5"),
         (EIGHT, ["--numerics.kind", "exact"], "the cost model knows native numerics in bfloat16"),
