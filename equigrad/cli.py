@@ -2,36 +2,54 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 from equigrad import __version__
+from equigrad.commands import words
 from equigrad.errors import UserError
 
-COMMANDS = {
-    "train": "train a model: the job of a TOML file, or the embedded quickstart",
-    "schedule": "draw how one step of a job is divided: which rank holds which tokens, when",
-    "simulate": "run a trace of jobs on a cluster: who starts when, and what sharing its network costs",
-    "verify": "a job's first steps on other layouts, against one process: the same bits, or how far they deviate",
-    "eval": "held-out loss, perplexity and bits per byte of a run, checkpoint or model folder",
-    "generate": "continue prompts with a run, checkpoint or model folder",
-    "serve": "answer requests over HTTP with a run, checkpoint or model folder, as OpenAI's interface has it",
-    "import": "turn a Hugging Face model folder into a run folder",
-    "export": "turn a run or checkpoint into a Hugging Face model folder",
-    "tokenizer": "train a byte-level BPE tokenizer",
-    "info": "what is in a run, a checkpoint or a model folder",
-    "report": "write a run's report.html again",
-    "audit": "do steps of a run again: are they what its trajectory says?",
-    "plan": "choose a layout: the fastest of all that fit a cluster; and what the cost model behind it is worth",
-}
 
-OVERRIDABLE = ("train", "schedule", "verify", "eval", "plan")
-"""Commands whose words may set keys of the job."""
+class Command(NamedTuple):
+    """
+    takes:       adds its words to a parser, and says what it does
+    main:        module in ``commands`` and function, which gives the exit code
+    overridable: whether its words may set keys of the job; then its function gets them too
+    """
+
+    takes: Callable[[argparse.ArgumentParser], None]
+    main: str
+    overridable: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it does, in a line."""
+        return self.takes.__doc__ or ""
+
+
+COMMANDS = {
+    "train": Command(words.train, "train.main", overridable=True),
+    "schedule": Command(words.schedule, "schedule.main", overridable=True),
+    "simulate": Command(words.simulate, "simulate.main"),
+    "verify": Command(words.verify, "verify.main", overridable=True),
+    "eval": Command(words.evaluate, "evaluate.main", overridable=True),
+    "generate": Command(words.generate, "generate.main"),
+    "serve": Command(words.serve, "serve.main"),
+    "import": Command(words.import_, "exchange.import_main"),
+    "export": Command(words.export, "exchange.export_main"),
+    "tokenizer": Command(words.tokenizer, "tokenizer.main"),
+    "info": Command(words.info, "info.main"),
+    "report": Command(words.report, "info.report_main"),
+    "audit": Command(words.audit, "audit.main"),
+    "plan": Command(words.plan, "plan.main", overridable=True),
+}
 
 _HELP = f"""equigrad {__version__}: trains language models; the answer does not depend on how the work was divided.
 
 usage: equigrad COMMAND ...
 
-{chr(10).join(f"  {name:<10} {text}" for name, text in COMMANDS.items())}
+{chr(10).join(f"  {name:<10} {command.text}" for name, command in COMMANDS.items())}
 
 `equigrad COMMAND --help` tells more. Exit codes: 0 done, 2 something that was given is wrong, 1 anything else
 (audit: 1 contradicted, 3 unverifiable)."""
@@ -43,19 +61,19 @@ without a job file the embedded quickstart is the job, and it sets some of them.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):  # what a terminal cannot show must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
-    if words[:1] == ["--"]:  # `torchrun -m equigrad -- train ...`: some versions of argparse pass it on
-        words = words[1:]
-    if not words or words[0] in ("-h", "--help", "help"):
+    if given[:1] == ["--"]:  # `torchrun -m equigrad -- train ...`: some versions of argparse pass it on
+        given = given[1:]
+    if not given or given[0] in ("-h", "--help", "help"):
         print(_HELP)
         return 0
-    if words[0] in ("-V", "--version"):
+    if given[0] in ("-V", "--version"):
         print(f"equigrad {__version__}")
         return 0
     try:
-        return _dispatch(words[0], words[1:])
+        return _dispatch(given[0], given[1:])
     except UserError as error:
         print(f"equigrad: error: {error}", file=sys.stderr)
         return 2
@@ -66,15 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(command: str, words: list[str]) -> int:
+def _dispatch(command: str, given: list[str]) -> int:
     if command not in COMMANDS:
         from difflib import get_close_matches
 
         close = get_close_matches(command, COMMANDS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; commands: {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {command!r}{hint}")
-    parser = _parser(command)
-    if command == "train" and {"-h", "--help"} & set(words):
+    chosen, parser = COMMANDS[command], parser_of(command)
+    if command == "train" and {"-h", "--help"} & set(given):
         from shutil import get_terminal_size
         from textwrap import fill
 
@@ -83,58 +101,14 @@ def _dispatch(command: str, words: list[str]) -> int:
         width = get_terminal_size().columns - 2  # as argparse does
         print(f"{parser.format_help()}\n{fill(_KEYS, width)}\n\n{help_text(width)}")
         return 0
-    words, overrides = split_overrides(words) if command in OVERRIDABLE else (words, [])
-    arguments = parser.parse_args(words)
+    own, overrides = split_overrides(given) if chosen.overridable else (given, [])
+    arguments = parser.parse_args(own)
     for word in [*overrides, *(getattr(arguments, "prompt", None) or [])]:
         if any("\ud800" <= character <= "\udfff" for character in word):  # how Python holds bytes that are no text
             raise UserError(f"{word!a} is not UTF-8")
-    if command == "train":
-        from equigrad.commands import train
-
-        return train.main(arguments, overrides)
-    if command == "schedule":
-        from equigrad.commands import schedule
-
-        return schedule.main(arguments, overrides)
-    if command == "simulate":
-        from equigrad.commands import simulate
-
-        return simulate.main(arguments)
-    if command == "verify":
-        from equigrad.commands import verify
-
-        return verify.main(arguments, overrides)
-    if command == "eval":
-        from equigrad.commands import evaluate
-
-        return evaluate.main(arguments, overrides)
-    if command == "generate":
-        from equigrad.commands import generate
-
-        return generate.main(arguments)
-    if command == "serve":
-        from equigrad.commands import serve
-
-        return serve.main(arguments)
-    if command in ("import", "export"):
-        from equigrad.commands import exchange
-
-        return exchange.import_main(arguments) if command == "import" else exchange.export_main(arguments)
-    if command == "tokenizer":
-        from equigrad.commands import tokenizer
-
-        return tokenizer.main(arguments)
-    if command == "audit":
-        from equigrad.commands import audit
-
-        return audit.main(arguments)
-    if command == "plan":
-        from equigrad.commands import plan
-
-        return plan.main(arguments, overrides)
-    from equigrad.commands import info
-
-    return info.main(arguments) if command == "info" else info.report_main(arguments)
+    module, function = chosen.main.split(".")
+    main = getattr(import_module(f"equigrad.commands.{module}"), function)
+    return int(main(arguments, overrides) if chosen.overridable else main(arguments))
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -157,7 +131,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         option = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
-        if option and self.prog.endswith(OVERRIDABLE):
+        if option and COMMANDS[self.prog.split()[-1]].overridable:
             from equigrad.config.load import nearest
 
             own = [known.removeprefix("--") for action in self._actions for known in action.option_strings]
@@ -166,137 +140,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"equigrad {command}", description=COMMANDS[command], allow_abbrev=False)
-    add = parser.add_argument
-    if command == "train":
-        add("job", nargs="?", help="TOML file of the job; without it, the embedded quickstart")
-        add("--run", metavar="DIR", help="run folder; by default runs/<name>")
-        add("--resume", action="store_true", help="go on with the run in that folder, or start it if there is none")
-        add("--dry-run", action="store_true", help="print the resolved job and its size, and stop")
-    elif command == "schedule":
-        add("job", nargs="?", help="TOML file of the job; without it, the embedded quickstart")
-        add("--step", type=int, default=1, metavar="N", help="which step, counted from 1 (1)")
-        add("--svg", metavar="FILE", help="write the drawing there as well, as an SVG")
-        add("--json", metavar="FILE", help="write the whole division there as well")
-        parser.epilog = (
-            "Keys of the job can be overridden: --layout.cp 4 draws another layout. Nothing is trained, and no process"
-            " is started, however many the layout has."
-        )
-    elif command == "simulate":
-        add("trace", help="CSV file of jobs")
-        add("--cluster", required=True, metavar="FILE", help="TOML file of the servers")
-        add("--profile", required=True, metavar="FILE", help="CSV file: seconds of an iteration, by model and workers")
-        add("--network", required=True, metavar="FILE", help="CSV file: MB of an iteration, by model and workers")
-        add("--scheduler", choices=("fcfs", "shortest", "backfill"), default="fcfs", help="who starts next (fcfs)")
-        add("--placement", choices=("colocate", "pack", "spread"), default="colocate", help="where (colocate)")
-        sharing = ("maxmin", "proportional", "none", "fixed-penalty")
-        add("--sharing", choices=sharing, default="maxmin", help="of interfaces (maxmin); the last two are baselines")
-        add(
-            "--alone", choices=("trace", "profile"), default="trace", help="what tells how long jobs take alone (trace)"
-        )
-        add("--phases", choices=("auto", "each", "mean"), default="auto", help="of iterations: go through each, or take"
-            " mean paces; auto: each, unless there are very many")  # fmt: skip
-        add("--measured", metavar="FILE", help="CSV file of what really happened; prints errors, also of the baselines")
-        add("--json", metavar="FILE", help="write the result there as well, job by job")
-        add("--report", metavar="FILE", help="write an HTML page: timeline of the jobs, and what was in use")
-        parser.epilog = (
-            "Exit code 2 where jobs wait for ever. docs/simulate.md has the columns of all files, and the model."
-        )
-    elif command == "verify":
-        add("job", help="TOML file of the job")
-        add("--layouts", metavar="L,L", help="dp2 (sharded), rep2 (copied), cp2, tp2, pp2, ep2, joined as in dp2+tp2")
-        add("--packings", metavar="P,P", help="first_fit, best_fit")
-        add("--microbatches", metavar="N,N", help="most tokens of a row")
-        add("--threads", metavar="N,N", help="CPU threads of the one process")
-        add("--steps", type=int, default=3, metavar="N", help="how many steps are compared (3)")
-        add("--numerics", choices=("exact", "native"), help="by default as the job says")
-        add("--json", metavar="FILE", help="write the result there as well")
-        add("--case", help=argparse.SUPPRESS)
-        parser.epilog = (
-            "Exact numerics: equal in every bit, or the first difference and its ranks. Native numerics: each step"
-            " starts from the exact reference's parameters, and deviations beyond what rounding explains are called a"
-            " bug. Exit code 1 where anything differs. Keys of the job can be overridden: --model.num_hidden_layers 1."
-        )
-    elif command == "eval":
-        add("model", help="run, checkpoint or Hugging Face folder")
-        add("--job", metavar="FILE", help="TOML file whose data is evaluated; by default the run's own job")
-        add("--json", metavar="FILE", help="write the result there as well")
-        parser.epilog = (
-            "Keys of the job can be overridden: --data.held_out_sources FILE adds text to evaluate,"
-            " --data.held_out_every 0 leaves the held-out documents of data.sources out, --layout.dp_shard N uses N"
-            " processes. `equigrad train --help` lists every key."
-        )
-    elif command == "generate":
-        add("model", help="run, checkpoint or Hugging Face folder")
-        add("--prompt", action="append", help="text to continue; may be given several times")
-        add("--prompt-file", metavar="FILE", help="one prompt a line")
-        add("--max-tokens", type=int, default=200, metavar="N", help="most new tokens of each prompt (200)")
-        add("--temperature", type=float, default=1.0, help="0 is greedy (1.0)")
-        add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this total probability (1.0)")
-        add("--seed", type=int, default=0, help="of the sampling (0)")
-        add("--chat", action="store_true", help="put each prompt as a user's message into the chat template")
-        add("--json", metavar="FILE", help="write prompts and completions there as well")
-    elif command == "serve":
-        add("model", help="run, checkpoint or Hugging Face folder")
-        add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-        add("--port", type=int, default=8000, help="0: any that is free (8000)")
-        add("--slots", type=int, default=64, metavar="N", help="sequences that are decoded together (64)")
-        add("--context", type=int, metavar="N", help="tokens of a prompt and its completion; by default the model's")
-        add("--numerics", choices=("exact", "native"), help="by default as the run's job says")
-        add("--version", type=int, default=0, metavar="N", help="of the weights, for those who ask for one (0)")
-        add("--name", help="of the model; by default its folder's")
-        parser.epilog = (
-            "Whoever can reach the address can use the model and replace its weights. docs/rl.md has the interface."
-        )
-    elif command == "import":
-        add("model", help="Hugging Face folder: config.json, *.safetensors, tokenizer.json")
-        add("run", help="run folder to create")
-    elif command == "export":
-        add("model", help="run, checkpoint or Hugging Face folder")
-        add("folder", help="Hugging Face folder to create")
-        add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; by default as imported")
-        add("--shard-mb", type=int, default=5000, metavar="MB", help="largest weights file (5000)")
-        what = parser.add_mutually_exclusive_group()
-        what.add_argument("--merge", action="store_true", help="adapters become part of the weights (as by default)")
-        what.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT stores them")
-    elif command == "tokenizer":
-        add("action", choices=("train",))
-        add("sources", nargs="+", help="builtin:NAME, files, globs or hf:NAME")
-        add("--vocab-size", type=int, default=2048, metavar="N", help="tokens, special ones included (2048)")
-        add("--out", required=True, metavar="DIR", help="folder for tokenizer.json")
-    elif command == "audit":
-        add("run", nargs="?", help="run folder with a trajectory (audit.enabled = true); it is not changed")
-        add("--steps", metavar="A..B", help="steps to do again; by default all of the trajectory")
-        add("--layout", default="one", metavar="WORDS", help="such as tp2, dp2+cp2, pp2+zero_bubble (one process)")
-        add("--merge", nargs="+", metavar="REPORT", help="add up reports of one run instead")
-        add("--json", metavar="FILE", help="write the report there as well")
-        add("--work", help=argparse.SUPPRESS)  # of the workers: where they meet, and leave their outcome
-        parser.epilog = (
-            "Exit codes: 0 everything that was asked for is confirmed, 1 contradicted, 3 unverifiable (with --merge:"
-            " not all steps are covered), 2 something that was given is wrong."
-        )
-    elif command == "plan":
-        add("job", nargs="?", help="TOML file of the job; its own layout is not kept")
-        add("--cluster", metavar="FILE", help="TOML file of the nodes, such as configs/clusters/h100x8.toml")
-        add("--top", type=int, default=5, metavar="N", help="how many layouts are shown, of different degrees (5)")
-        add("--unvalidated", action="store_true", help="answer also where no published run tests the cost model")
-        add("--without", nargs="+", default=[], metavar="KIND=COUNT", help="plan for the cluster without so many nodes")
-        add("--memory-share", type=float, metavar="S", help="of a device's memory, what may be planned with (0.9)")
-        add("--write", metavar="FILE", help="write the job with the best layout there, for `equigrad train FILE`")
-        add("--svg", metavar="FILE", help="draw a step with the best layout there: rows, and the pipeline's time")
-        add("--json", metavar="FILE", help="write all that is printed there as well")
-        add("--validate", action="store_true", help="instead: errors by published table, and what may be asked for")
-        add("--constants", action="store_true", help="instead: every constant with its unit and source")
-        parser.epilog = (
-            "Example: equigrad plan configs/8b.toml --cluster configs/clusters/h100x8.toml. A step's time, memory of"
-            " the rank that needs most, MFU and tokens per day are predictions: validated ones belong to a kind of"
-            " question that published runs have confirmed, others are left out, or shown with --unvalidated and called"
-            " so. A row is a micro-batch: its tokens x how many of them a data lane has in a step. Keys of the job can"
-            " be overridden: --batch.tokens 4194304. Nothing is run. docs/plan.md has examples and the model."
-        )
-    else:
-        add("path", help="run, checkpoint or Hugging Face folder" if command == "info" else "run folder")
-        if command == "info":
-            add("--json", metavar="FILE", help="write what is printed there as well")
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """What reads a command's own words."""
+    parser = _Parser(prog=f"equigrad {command}", description=COMMANDS[command].text, allow_abbrev=False)
+    COMMANDS[command].takes(parser)
     return parser

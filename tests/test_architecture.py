@@ -49,7 +49,7 @@ TORCH_FREE = [
     "commands.simulate", "parallel.partition", "parallel.program", "models.parts",
     "models.specs", "models.huggingface", "memory.estimate", "numerics.budget",
     "optim.schedule", "parallel.environment", "parallel.launch", "parallel.stop", "commands.train", "config.load",
-    "commands.plan",
+    "commands.plan", "commands.words",
     *(f"plan.{file.stem}" for file in FILES if file.parent.name == "plan" and file.stem != "__init__"),
     *(f"config.{file.stem}" for file in FILES if file.parent.name == "config" and file.stem != "__init__"),
     *(f"rl.tasks.{file.stem}" for file in FILES if file.parent.name == "tasks" and file.stem != "__init__"),

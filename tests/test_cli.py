@@ -61,7 +61,7 @@ def test_help_loads_not_even_the_configuration() -> None:
 def test_help_lists_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     printed = capsys.readouterr().out
-    for command, meaning in COMMANDS.items():
+    for command, meaning in ((name, chosen.text) for name, chosen in COMMANDS.items()):
         assert re.search(rf"^  {command} +{re.escape(meaning)}$", printed, re.MULTILINE)
 
 
@@ -74,7 +74,7 @@ def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert code == 0
     assert f"usage: equigrad {command}" in printed
-    assert COMMANDS[command] in " ".join(printed.split())
+    assert COMMANDS[command].text in " ".join(printed.split())
 
 
 def test_the_help_of_train_lists_keys_with_defaults(capsys: pytest.CaptureFixture[str]) -> None:

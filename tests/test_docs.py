@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from equigrad.cli import COMMANDS, OVERRIDABLE, _parser, main, split_overrides
+from equigrad.cli import COMMANDS, main, parser_of, split_overrides
 from equigrad.config import Job
 from equigrad.config.load import parse_overrides, walk
 
@@ -67,8 +67,8 @@ def test_a_command_in_the_documentation_can_be_typed(page: str, words: list[str]
     _, command, *rest = words
     if command == "--help" or "--help" in rest:
         return
-    own, overrides = split_overrides(rest) if command in OVERRIDABLE else (rest, [])
-    arguments = _parser(command).parse_args(own)
+    own, overrides = split_overrides(rest) if COMMANDS[command].overridable else (rest, [])
+    arguments = parser_of(command).parse_args(own)
     assert all(key in KEYS or any(k.startswith(f"{key}.") for k in KEYS) for key, _ in parse_overrides(overrides))
     if getattr(arguments, "job", None) and arguments.job.startswith(("configs/", "docs/")):
         assert (REPOSITORY / arguments.job).exists()
