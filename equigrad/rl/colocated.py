@@ -51,6 +51,7 @@ class Colocated(Sampler):
         self._digests: dict[str, str] = {}
         limits = Limits(job.rl.slots, job.data.context)
         self._engine: EmbeddedEngine | None = None
+        self._version: int | None = None  # also of ranks that are left over
         if world.size == 1:
             self._engine = EmbeddedEngine(WholeModel(world, parts), limits, {}, decode=tokenizer.decode)
         elif self._replica is not None:
@@ -60,13 +61,14 @@ class Colocated(Sampler):
             self._engine = EmbeddedEngine(model, limits, tensors, tensor=tensor, decode=tokenizer.decode)
 
     def update(self, version: int) -> None:
-        if self._engine is not None and self._engine.version == version:
+        if self._version == version:
             return
         if self._engine is None:
             for _ in self._weights:  # the others want this rank's part of them
                 pass
         else:
             self._engine.load(self._parts() if self._own else (), version)
+        self._version = version
         if self._check:
             self._compare(version)
 

@@ -33,7 +33,7 @@ class ProblemStream:
         self._tasks: Tasks | None = world.run_where(world.is_main, lambda: Tasks(config, seed))
         self._attempts = self._tasks and Attempts(config, self._tasks, tokenizer, job.data.context, seed)
         self.curriculum: State = gather(self._tasks and self._tasks.begin())[0] or {}
-        self.step, self.next = 0, config.warmup.problems if config.warmup.steps else 0
+        self.step, self.next = 0, config.warmup.problems if config.warmup.steps or config.warmup.keep else 0
         # What decides which problem has which number; a cursor is good only where all of it is the same.
         self._order = {"seed": seed, "warmup": self.next} | config.model_dump(
             include={"task", "wording", "chat", "held_out_every", "jsonl", *(choice.name for choice in config.task)}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from equigrad.config import Job
 from equigrad.config.rl import Servers
+from equigrad.errors import UserError
 from equigrad.evaluation import Stopped
 from equigrad.parallel.placement import Placed
 from equigrad.parallel.ranks import gather, together
@@ -48,7 +49,15 @@ class Remote(Sampler):
 
     def _served(self, requests: Sequence[Request], stop: StopRequest) -> dict[str, Completion]:
         def own() -> list[Completion]:
-            return list(self._engine.generate(requests, lambda: stop.asked)) if self._world.is_main else []
+            if not self._world.is_main:
+                return []
+            found = list(self._engine.generate(requests, lambda: stop.asked))
+            if not stop.asked and (cut := [c.id for c in found if c.finish is None]):
+                raise UserError(
+                    f"a server has given back request {cut[0]} unfinished, and {len(cut) - 1} more: it is shutting"
+                    " down, or somebody else gave it weights"
+                )
+            return found
 
         found = together(own, self._world.patient)
         if any(gather(stop.asked, self._world.patient)):

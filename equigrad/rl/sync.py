@@ -78,8 +78,9 @@ def write_weights(
     config = to_huggingface(model, None, None, str(first[1].dtype).removeprefix("torch."))
     write_huggingface(target, config, chain([first], stored), _SHARD)
     write_json(target / _MARKER, {"version": version})
-    for old in sorted(folder.glob("version-*"))[:-2]:
-        shutil.rmtree(old, ignore_errors=True)
+    for old in folder.glob("version-*"):  # higher ones are of a run that was longer, or another
+        if old.name not in (target.name, f"version-{version - 1:08d}"):
+            shutil.rmtree(old, ignore_errors=True)
     return target
 
 

@@ -87,7 +87,7 @@ class PolicyTrainer(Trainer):
         assert isinstance(stream, ProblemStream)
         self.config = job.rl
         self._algorithm = algorithm(job.rl.policy)
-        imitates = bool(job.rl.warmup.steps)
+        imitates = bool(job.rl.warmup.steps or job.rl.warmup.keep)
         super().__init__(job, folder, world, stream, objective(self._algorithm, float(imitates)))
         self._sampler: Sampler
         if job.rl.servers is not None:
@@ -215,10 +215,12 @@ class PolicyTrainer(Trainer):
         self._scorer = Execution(self.job, self.world, parts)
 
     def state(self) -> dict[str, Placed]:
-        return super().state() | self._reference
+        # Until a step has used it, it is what it is made of: the present weights.
+        return super().state() | (self._reference if self.step > self.config.warmup.steps else {})
 
     def resume(self, checkpoint: Path) -> None:
-        if self.config.policy.kl and read_manifest(checkpoint).meta["step"] > self.config.warmup.steps:
+        self.step = read_manifest(checkpoint).meta["step"]
+        if self.config.policy.kl and self.step > self.config.warmup.steps:
             self._keep_reference()
         super().resume(checkpoint)
 
@@ -231,12 +233,13 @@ class PolicyTrainer(Trainer):
             attempts, state = self.stream.attempts, self.stream.curriculum
             problems = [attempts.tasks.problem(n, state, "held_out") for n in range(self.config.held_out)]
             made = attempts.make(problems, 1, self.step, ask, greedy=True)
-            judged = [attempt for attempt in made if attempt.verdict and not attempt.verdict.failed]
-            if not judged:
+            rewards = [
+                a.verdict.reward for a in made if a.verdict and not a.verdict.failed
+            ]  # of answers, not of lengths
+            if not rewards:
                 raise UserError(f"no held-out attempt has a verdict; {reasons(made)}")
-            rewards = [attempt.reward for attempt in judged]
             solved = mean([reward >= 1 for reward in rewards])
-            return Rewards(mean(rewards), solved, len(judged), figures(made, self.step))
+            return Rewards(mean(rewards), solved, len(rewards), figures(made, self.step))
 
         result = self._sampler.run(judge, stop or StopRequest())
         observer.evaluation(self.step, result)

@@ -187,8 +187,9 @@ def test_without_any_verdict_the_run_stops_with_the_reason_and_keeps_its_state(t
     trainer.stream.close()
 
 
-def test_a_stop_during_sampling_leaves_the_step_for_the_resumed_run(tmp_path: Path) -> None:
-    job = tiny_job(**RL)
+@pytest.mark.parametrize("kl", [0.0, 0.05])
+def test_a_stop_during_sampling_leaves_the_step_for_the_resumed_run(kl: float, tmp_path: Path) -> None:
+    job = tiny_job(**RL | {"rl__policy__kl": kl, "checkpoint__every": 0})
     trainer, stop, records = rl_trainer(job, tmp_path), StopRequest(), Records()
     make = trainer.stream.attempts.make
 

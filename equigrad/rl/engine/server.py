@@ -105,6 +105,7 @@ class Server(ThreadingHTTPServer):
     """Serves until it is closed; ``port`` 0 takes any that is free. Each connection has a thread."""
 
     daemon_threads = True
+    request_queue_size = 1024
 
     def __init__(
         self, service: Service, model: Model, tokenizer: Tokenizer, capacity: int, name: str, host: str, port: int
@@ -162,6 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, answer = 200, None
         try:
             if route is None:
+                self.close_connection = True  # its body was not read
                 raise _Refused(404, f"there is no {self.path}")
             answer = route()
         except _Refused as error:

@@ -1,6 +1,6 @@
 """Training at a temperature: exact numerics against native, and bit by bit on divided models."""
 
-from functools import partialmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from equigrad.models.decoder import Decoder
+from equigrad.data.stream import Stream
 from tests.parallel.layouts import Layout
 from tests.parallel.outcomes import Outcome, Pools, layout_job, three_steps
 from tests.parallel.test_layouts import ADAPTED
@@ -19,7 +19,8 @@ FIGURES = ("loss", "grad_norm")
 
 def steps(layout: Layout, changes: dict[str, Any], folder: Path, temperature: float = 0.7) -> Outcome:
     """Three steps at a temperature."""
-    with patch.object(Decoder, "forward", partialmethod(Decoder.forward, temperature=temperature)):
+    following = Stream.next_batch
+    with patch.object(Stream, "next_batch", lambda stream: replace(following(stream), temperature=temperature)):
         return three_steps(layout, changes, folder)
 
 
