@@ -6,10 +6,8 @@
 from functools import cache
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from equigrad.config.base import Section
-from equigrad.errors import UserError
+from equigrad.plan.datafile import checked
 from equigrad.plan.hardware import DATA, Constant
 
 FILE = DATA / "calibration.json"
@@ -39,10 +37,4 @@ class Calibration(Section):
 @cache
 def calibration(path: Path = FILE) -> Calibration:
     """The data file, checked. ``UserError`` where it is not what it should be."""
-    try:
-        return Calibration.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError("\n".join(lines)) from None
+    return checked(Calibration, path)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from equigrad.config.base import Section
 from equigrad.errors import UserError
+from equigrad.plan.datafile import checked
 
 DATA = Path(__file__).parent / "data"
 GB, GIB, TERA, MICRO = 1e9, float(1 << 30), 1e12, 1e-6
@@ -114,13 +115,7 @@ class Hardware(Section):
 @cache
 def hardware(path: Path = DATA / "hardware.json") -> Hardware:
     """The data file, checked. ``UserError`` where it is not what it should be."""
-    try:
-        return Hardware.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError("\n".join(lines)) from None
+    return checked(Hardware, path)
 
 
 def constants(tree: BaseModel, at: str = "") -> Iterator[tuple[str, Constant]]:

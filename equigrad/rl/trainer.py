@@ -104,7 +104,7 @@ class PolicyTrainer(Trainer):
         """Attempts at the next problems, as samples; in the warm-up, solutions."""
         step, config = self.stream.step + 1, self.config
         if step <= config.warmup.steps:
-            made = imitated(self._imitate(step, stop), 1.0, self.objective.streams)
+            made = imitated(self._imitate(step), 1.0, self.objective.streams)
             return self.stream.take(made, step, self.stream.next, self.stream.curriculum)
         if config.policy.kl and not self._reference:
             self._keep_reference()
@@ -113,7 +113,7 @@ class PolicyTrainer(Trainer):
         synced = time.perf_counter()
         rolled = self._sampler.run(self._roll, stop)
         sampled = time.perf_counter()
-        made = self._samples(rolled.rollouts, self._imitate(step, stop) if config.warmup.keep else ())
+        made = self._samples(rolled.rollouts, self._imitate(step) if config.warmup.keep else ())
         seconds = {"sync_seconds": synced - began, "rollout_seconds": sampled - synced}
         seconds["score_seconds"] = time.perf_counter() - sampled
         batch = self.stream.take(made, step, rolled.following, rolled.curriculum)
@@ -170,7 +170,7 @@ class PolicyTrainer(Trainer):
             return []
         return records(step, self._made, chosen, advantages, trained, self.stream.tokenizer)
 
-    def _imitate(self, step: int, stop: StopRequest) -> list[Sample]:
+    def _imitate(self, step: int) -> list[Sample]:
         """The solutions of a step: every epoch has all of them, in an order of its own."""
         warmup = self.config.warmup
         if not self._solutions:

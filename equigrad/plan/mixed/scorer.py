@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from pydantic import ValidationError
 
 from equigrad.config.base import Section
-from equigrad.errors import UserError
+from equigrad.plan.datafile import checked
 from equigrad.plan.hardware import DATA
 from equigrad.plan.mixed.features import NAMES, Features
 from equigrad.plan.mixed.template import Template
@@ -45,10 +44,4 @@ class Scorer(Section):
 @cache
 def scorer(path: Path = FILE) -> Scorer:
     """The data file, checked. ``UserError`` where it is not what it should be."""
-    try:
-        return Scorer.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError("\n".join(lines)) from None
+    return checked(Scorer, path)
